@@ -1,0 +1,1 @@
+"""Benchmarks: named cases, correctness first, one JSON line a result."""

@@ -1,0 +1,1 @@
+"""m3rl: GRPO post-training of MiniMax-M3."""

@@ -1,0 +1,176 @@
+"""The nouns that travel between the rooms, and the legend of the shape suffixes.
+
+`P` prompts · `G` completions of a group · `T` tokens · `B` rows of a training batch · `S` positions of a row ·
+`C` hidden · `V` vocabulary · `L` layers · `A` experts per token · `K` KV heads.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+RewardStatus = Literal["unscored", "ok", "error", "timeout", "nonfinite"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One item of the prompt stream, rendered and tokenised once."""
+
+    ordinal: int
+    """Place in the run's stream of prompts, from 0, never reused: the key of every random choice."""
+    ids: np.ndarray
+    """[P] int32: exactly what the engine receives and the trainer trains on."""
+    text: str
+    """The user's message, before the chat template."""
+    environment: str
+    """Name under which rewards and metrics of this prompt are grouped."""
+    payload: dict[str, Any]
+    """What the reward needs (an answer, an entry of the dataset)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One completion asked of a generation backend."""
+
+    request_id: str
+    group_id: str
+    prompt_ordinal: int
+    sample_index: int
+    prompt_ids: np.ndarray
+    seed: int
+    temperature: float
+    top_p: float
+    top_k: int
+    """0 keeps all tokens."""
+    min_p: float
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    capture_routing: bool = False
+    capture_blocks: bool = False
+    use_prefix_cache: bool = True
+
+
+@dataclass(slots=True)
+class Completion:
+    """The sampled tokens of one rollout and everything known about them; a row of the Parquet files."""
+
+    prompt_ordinal: int
+    sample_index: int
+    group_id: str
+    prompt_ids: np.ndarray
+    """[P] int32"""
+    completion_ids: np.ndarray
+    """[T] int32: the engine's own ids, never re-encoded text."""
+    text: str
+    logprobs: np.ndarray
+    """[T] float32: of the distribution really sampled from (after temperature and truncation)."""
+    loss_mask: np.ndarray
+    """[T] bool: True where the policy sampled the token."""
+    finish_reason: FinishReason
+    version_spans: np.ndarray
+    """[n, 2] int64: (first completion token, policy version that sampled from there on)."""
+    seed: int
+    turn_starts: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
+    """[turns] int32: completion token at which each turn of the policy begins."""
+    reward: float = float("nan")
+    """NaN while unscored and when scoring failed; never a silent zero."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_status: RewardStatus = "unscored"
+    routing: np.ndarray | None = None
+    """[P + T - 1, MoE layers, A] uint8: experts of each token that had a forward pass."""
+    blocks: np.ndarray | None = None
+    """[P + T - 1, sparse layers, K, topk] int32: selected blocks, -1 padded."""
+
+    @property
+    def sample_id(self) -> tuple[int, int]:
+        return (self.prompt_ordinal, self.sample_index)
+
+
+@dataclass(slots=True)
+class Group:
+    """The completions of one prompt (G of them, fewer when some were dropped)."""
+
+    prompt: Prompt
+    completions: list[Completion]
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    """Right-padded rows for one or more optimizer steps; row b is sample `sample_ids[b]`.
+
+    `logprobs_BS[b, s]` and the masks speak about token `ids_BS[b, s]` (not about its successor); the first token of
+    a row is never trained on.
+    """
+
+    sample_ids: list[tuple[int, int]]
+    ids_BS: np.ndarray
+    """int64, padded on the right with 0; padding is known by `length_B`, never by value."""
+    length_B: np.ndarray
+    """int64: real tokens of each row."""
+    loss_mask_BS: np.ndarray
+    """bool"""
+    behaviour_logprobs_BS: np.ndarray
+    """float32: recorded by the engine; 0 where loss_mask is False."""
+    advantages_B: np.ndarray
+    """float32"""
+    temperature: float
+    denominator: float
+    """What the summed token losses of the whole batch are divided by, known before the first backward."""
+    routing: list[np.ndarray | None] | None = None
+    blocks: list[np.ndarray | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """A rectangle of a published tensor that one rank holds."""
+
+    name: str
+    """Published checkpoint name without the `language_model.` prefix."""
+    dtype: str
+    """'float32', 'bfloat16'"""
+    shape: tuple[int, ...]
+    """Global shape."""
+    bounds: tuple[tuple[int, int], ...]
+    """Start and stop along each dimension of what this rank holds."""
+    bucket: str
+    """Tensors that travel together: 'pre', 'layer.0', …, 'post'."""
+
+
+class WeightTarget(Protocol):
+    """The engine's side of a weight sync (`inference.engine.Engine` has exactly these)."""
+
+    def begin_load(self, version: int) -> None: ...
+    def write(self, name: str, bounds: tuple[tuple[int, int], ...], tensor: Any) -> None: ...
+    def commit(self) -> None: ...
+    def weights_hash(self) -> dict[str, int]: ...
+
+
+class Receiver(Protocol):
+    """Runs inside a replica's worker process; made by weight_sync, carried there by the trainer.
+
+    `bind` is called once by the replica; everything else is called by name through `RemoteReceiver.call`.
+    """
+
+    def bind(self, target: WeightTarget) -> None: ...
+
+
+class RemoteReceiver(Protocol):
+    """The driver's handle on the receiver of one replica."""
+
+    def attach(self, receiver: Receiver) -> None:
+        """Ship `receiver` to the replica and bind it to its engine."""
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """Call a method of the attached receiver there; the future ends with its result or its error."""
+
+
+class SenderGroup(Protocol):
+    """The driver's handle on the trainer ranks' sending side."""
+
+    num_ranks: int
+
+    def call(self, rank: int, method: str, *args: Any) -> Future[Any]: ...

@@ -1,0 +1,102 @@
+"""The demo as a benchmark: wall time, peak memory, held-out accuracy before and after, one record a seed.
+
+    python -m benchmarks.demo --seeds 0 1 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks.record import write_record
+
+CONFIG = "configs/tiny_cpu.yaml"
+
+
+class TreeMemory(threading.Thread):
+    """Largest sum of PSS over a process, all its descendants and what they left behind in its session, in bytes."""
+
+    def __init__(self, pid: int, interval_s: float = 0.5) -> None:
+        super().__init__(daemon=True)
+        self.peak_bytes = 0
+        self._root = psutil.Process(pid)
+        self._interval_s = interval_s
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(self._interval_s):
+            self.peak_bytes = max(self.peak_bytes, self._sum())
+
+    def stop(self) -> int:
+        self._done.set()
+        self.join()
+        return self.peak_bytes
+
+    def _sum(self) -> int:
+        total = 0
+        try:
+            family = [self._root, *self._root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return 0
+        for process in family:
+            try:
+                total += process.memory_full_info().pss
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return total
+
+
+def run_demo(seed: int, run_dir: Path, overrides: list[str]) -> dict[str, float]:
+    """One run of the demo in a fresh process; raises when it fails."""
+    command = [sys.executable, "-m", "m3rl.cli", "train", CONFIG]
+    command += [f"run.dir={run_dir}", f"run.seed={seed}", *overrides]
+    start = time.perf_counter()
+    process = subprocess.Popen(command)
+    memory = TreeMemory(process.pid)
+    memory.start()
+    code = process.wait()
+    peak_bytes = memory.stop()
+    if code != 0:
+        raise SystemExit(f"the demo with seed {seed} ended with exit code {code}")
+    evaluations = [json.loads(line) for line in (run_dir / "evals.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "wall_s": time.perf_counter() - start,
+        "peak_bytes": peak_bytes,
+        "accuracy_before": evaluations[0]["accuracy"],
+        "accuracy_after": evaluations[-1]["accuracy"],
+        "mismatch_max": max(step["mismatch/logprob_abs_diff_mean"] for step in steps),
+        "steps": len(steps),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("overrides", nargs="*", help="key=value, as for `m3rl train`")
+    arguments = parser.parse_args()
+    for seed in arguments.seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            result = run_demo(seed, Path(folder) / "run", arguments.overrides)
+        gain = result["accuracy_after"] - result["accuracy_before"]
+        record = write_record(
+            bench="demo",
+            case=f"tiny_cpu seed {seed}",
+            us=result["wall_s"] * 1e6,
+            peak_bytes=int(result["peak_bytes"]),
+            value={"accuracy_gain": round(gain, 4), **{k: round(v, 8) for k, v in result.items()}},
+            correct=f"mean |dlogprob| trainer against runtime, worst step: {result['mismatch_max']:.2e}",
+        )
+        print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Which tokens of which requests the next step computes, and in which pages.
+
+            admit                          finish, abort
+    waiting ------> running (prefill, decode) ----------> gone
+        ^             |
+        +-------------+  preempt: pages given back, tokens kept, recomputed later
+
+Requests run in the order they were added. The earlier one always wins: a request that needs a page
+when none is left takes those of the latest admitted one. A request holds the pages of the tokens it
+has and no more; at least its last token is computed by itself, whatever was found in the cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from inference.engine.page_pool import PagePool
+from inference.engine.prefix_cache import PrefixCache
+from inference.engine.request import LiveRequest
+from inference.engine.rows import RunningRows
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step's work, in batch order: rows with one new token first, each part by admission."""
+
+    rows_R: np.ndarray
+    """[R] int64: rows of `RunningRows`."""
+    num_new_R: np.ndarray
+    """[R] int64: tokens to compute of each row, at least 1."""
+    is_last_R: np.ndarray
+    """[R] bool: the step reaches the row's last token, so the row samples its next one."""
+    num_decodes: int
+    """Leading rows with exactly one new token."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The live requests of one group: same prompt, so one copy of its full pages is enough."""
+
+    prompt_ids: np.ndarray
+    members: list[LiveRequest] = field(default_factory=list)
+
+
+class Scheduler:
+    """First come, first served, over one page pool."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_running_requests: int,
+        max_tokens_per_step: int,
+        enable_prefix_cache: bool,
+    ) -> None:
+        if max_running_requests < 1 or max_tokens_per_step < 1:
+            raise ValueError(
+                f"max_running_requests={max_running_requests} and "
+                f"max_tokens_per_step={max_tokens_per_step} must be at least 1"
+            )
+        self.pool = PagePool(num_pages)
+        self.prefix_cache = PrefixCache(self.pool, page_size)
+        self.rows = RunningRows(max_running_requests, page_size)
+        self.waiting: deque[LiveRequest] = deque()
+        self.running: list[LiveRequest] = []
+        """In order of admission."""
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        """Prompt tokens of all first admissions, and how many of them were cached."""
+        self.num_cached_tokens = 0
+        self._page_size = page_size
+        self._max_tokens_per_step = max_tokens_per_step
+        self._enable_prefix_cache = enable_prefix_cache
+        self._groups: dict[str, Group] = {}
+        self._order = np.zeros(0, np.int64)
+        """Rows of `running`, in the same order."""
+
+    def add(self, live: LiveRequest) -> None:
+        """Append to the line. ValueError when its group has another prompt or the same seed."""
+        request = live.request
+        if request.group_id is not None:
+            group = self._groups.get(request.group_id)
+            if group is None:
+                group = self._groups[request.group_id] = Group(request.prompt_ids)
+            _check_member(group, live)
+            group.members.append(live)
+            live.group = group
+        self.waiting.append(live)
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def schedule(self, *, admit_new: bool = True) -> Schedule | None:
+        """Plan a step, taking pages and rows; None when there is nothing to compute.
+
+        With `admit_new` off only preempted requests, which have sampled tokens, are admitted.
+        """
+        self.rows.num_planned[self._order] = 0
+        self._take_pages_for_sampled_tokens()
+        budget = self._plan_running(self._max_tokens_per_step)
+        self._admit(budget, admit_new=admit_new)
+        rows_R = self._order[self.rows.num_planned[self._order] > 0]
+        if len(rows_R) == 0:
+            return None
+        is_single_R = self.rows.num_planned[rows_R] == 1
+        rows_R = np.concatenate([rows_R[is_single_R], rows_R[~is_single_R]])
+        num_new_R = self.rows.num_planned[rows_R]
+        is_last_R = self.rows.num_computed[rows_R] + num_new_R == self.rows.num_tokens[rows_R]
+        return Schedule(rows_R, num_new_R, is_last_R, int(is_single_R.sum()))
+
+    def _take_pages_for_sampled_tokens(self) -> None:
+        rows, order = self.rows, self._order
+        while True:
+            has_too_few = rows.num_tokens[order] > rows.num_pages[order] * self._page_size
+            short = order[has_too_few]
+            if len(short) <= self.pool.num_available:
+                break
+            self.preempt(self.running[-1])
+            order = self._order
+        if len(short):
+            rows.add_page(short, self.pool.allocate(len(short)))
+
+    def _plan_running(self, budget: int) -> int:
+        """Decodes always run; prefills go on in order of admission within the token budget."""
+        rows, order = self.rows, self._order
+        remaining = rows.num_tokens[order] - rows.num_computed[order]
+        rows.num_planned[order[remaining == 1]] = 1
+        for row in order[remaining > 1].tolist():
+            chunk = min(budget, int(rows.num_tokens[row] - rows.num_computed[row]))
+            rows.num_planned[row] = chunk
+            budget -= chunk
+        return budget
+
+    def _admit(self, budget: int, *, admit_new: bool) -> None:
+        num_running = len(self.running)
+        while self.waiting and budget > 0 and self.rows.has_free:
+            live = self.waiting[0]
+            if not admit_new and not live.has_sampled:
+                break
+            shared = self._reusable_pages(live)
+            if shared is None or not self._place(live, shared):
+                break
+            self.waiting.popleft()
+            self.running.append(live)
+            count = len(live.tokens) - len(shared) * self._page_size
+            self.rows.num_planned[live.row] = min(budget, count)
+            budget -= min(budget, count)
+            self._order = np.append(self._order, live.row)
+        assert num_running or self.running or not self.waiting or not admit_new, (
+            f"request {self.waiting[0].request_id!r} does not fit into an empty pool"
+        )
+
+    def _reusable_pages(self, live: LiveRequest) -> list[int] | None:
+        """Pages that hold the head of `live`'s tokens; None: its group is about to write them."""
+        most = (len(live.tokens) - 1) // self._page_size
+        shared: list[int] = []
+        if live.group is not None and most:
+            from_group = self._pages_of_group(live, (live.num_prompt - 1) // self._page_size)
+            if from_group is None:
+                return None
+            shared = from_group
+        if len(shared) < most and self._uses_cache(live):
+            self.prefix_cache.extend_keys(live.page_keys, live.tokens, most)
+            cached = self.prefix_cache.match(live.page_keys[:most])
+            shared = max(shared, cached, key=len)
+        return shared
+
+    def _pages_of_group(self, live: LiveRequest, num_pages: int) -> list[int] | None:
+        """Full prompt pages of a running member, written by the end of this step.
+
+        A layer writes all keys of a step before it reads any, so the same step is soon enough.
+        None while the only running members are still at their prompt.
+        """
+        rows, is_being_written = self.rows, False
+        assert live.group is not None
+        for member in live.group.members:
+            if member.row < 0 or member.has_stale_pages:
+                continue
+            written = rows.num_computed[member.row] + rows.num_planned[member.row]
+            if written >= num_pages * self._page_size:
+                if self._uses_cache(live) and len(member.page_keys) > len(live.page_keys):
+                    live.page_keys = member.page_keys[:num_pages]
+                return rows.pages(member.row, num_pages)
+            is_being_written = True
+        return None if is_being_written else []
+
+    def _place(self, live: LiveRequest, shared: list[int]) -> bool:
+        """Give `live` a row and pages for all its tokens; False when too few pages are left.
+
+        One page stays in reserve for each running request: its next one.
+        """
+        needed = -(-len(live.tokens) // self._page_size) - len(shared)
+        available = self.pool.num_available - self.pool.num_cached(shared)
+        if needed + len(self.running) > available:
+            return False
+        self.pool.share(shared)
+        num_cached = len(shared) * self._page_size
+        self.rows.place(live, shared + self.pool.allocate(needed), num_cached)
+        if live.num_cached_tokens < 0:
+            live.num_cached_tokens = num_cached
+            self.num_cached_tokens += num_cached
+            self.num_prompt_tokens += live.num_prompt
+        return True
+
+    def complete(self, schedule: Schedule, is_sound_R: np.ndarray) -> None:
+        """The step ran: its tokens have their keys, and whole prompts are known to the cache.
+
+        `is_sound_R` [R] bool is False where the step's numbers were not finite: those pages are
+        not to be found by others.
+        """
+        rows, rows_R = self.rows, schedule.rows_R
+        is_prefill_R = rows.num_computed[rows_R] < rows.num_prompt[rows_R]
+        rows.num_computed[rows_R] += schedule.num_new_R
+        for row in rows_R[schedule.is_last_R & is_prefill_R & is_sound_R].tolist():
+            live = rows.live[row]
+            assert live is not None
+            self._remember_pages(live)
+
+    # -- leaving ----------------------------------------------------------------------------------
+
+    def preempt(self, live: LiveRequest) -> None:
+        """Take pages and row of a running request; it is the first in line again.
+
+        Call it for the latest admitted one first: then the order of the line stays true.
+        """
+        self._take_pages_back(live, keep_in_cache=True)
+        self.waiting.appendleft(live)
+        self.num_preemptions += 1
+
+    def preempt_all(self, *, keep_in_cache: bool = True) -> None:
+        """As `preempt` for every running request, not counted as preemptions."""
+        for live in reversed(list(self.running)):
+            self._take_pages_back(live, keep_in_cache=keep_in_cache)
+            self.waiting.appendleft(live)
+
+    def finish(self, live: LiveRequest, *, keep_in_cache: bool = True) -> None:
+        """The request leaves the engine, from whichever state."""
+        if live.row >= 0:
+            self._take_pages_back(live, keep_in_cache=keep_in_cache)
+        else:
+            self.waiting.remove(live)
+        if live.group is not None:
+            live.group.members.remove(live)
+            if not live.group.members:
+                del self._groups[str(live.request.group_id)]
+
+    def _take_pages_back(self, live: LiveRequest, *, keep_in_cache: bool) -> None:
+        if keep_in_cache:
+            self._remember_pages(live)
+        self.running.remove(live)
+        self._order = np.array([other.row for other in self.running], np.int64)
+        self.pool.release(self.rows.remove(live))
+        live.has_stale_pages = False
+
+    def _uses_cache(self, live: LiveRequest) -> bool:
+        return self._enable_prefix_cache and live.request.use_prefix_cache
+
+    def _remember_pages(self, live: LiveRequest) -> None:
+        """Let the prefix cache find the full pages of a running request."""
+        if live.has_stale_pages or not self._uses_cache(live):
+            return
+        row = live.row
+        count = int(self.rows.num_computed[row]) // self._page_size
+        self.prefix_cache.extend_keys(live.page_keys, self.rows.tokens_MX[row], count)
+        self.prefix_cache.insert(live.page_keys[:count], self.rows.pages(row, count))
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def start_version(self, version: int) -> None:
+        """New weights: nothing written so far is found again; who runs keeps what it has.
+
+        Requests in the middle of a prefill start it anew: they have nothing yet to keep.
+        """
+        rows = self.rows
+        for live in reversed(list(self.running)):
+            is_prefill = rows.num_tokens[live.row] - rows.num_computed[live.row] > 1
+            if is_prefill or not live.has_sampled:
+                self._take_pages_back(live, keep_in_cache=False)
+                self.waiting.appendleft(live)
+            else:
+                live.has_stale_pages = True
+        self.prefix_cache.drop(version)
+        for live in [*self.running, *self.waiting]:
+            live.page_keys = []
+
+    def check(self) -> None:
+        """Assert that every page is free, cached or owned, against the page tables."""
+        tables = [self.rows.pages(live.row) for live in self.running]
+        self.pool.check(tables, self.prefix_cache.pages)
+        assert [live.row for live in self.running] == self._order.tolist()
+
+
+def _check_member(group: Group, live: LiveRequest) -> None:
+    request = live.request
+    if not np.array_equal(group.prompt_ids, request.prompt_ids):
+        raise ValueError(
+            f"request {request.request_id!r} has another prompt than group {request.group_id!r} "
+            f"({len(request.prompt_ids)} and {len(group.prompt_ids)} tokens); "
+            "give each prompt its own group_id"
+        )
+    if request.params.temperature == 0.0:
+        return
+    for member in group.members:
+        if member.seed == live.seed:
+            raise ValueError(
+                f"request {request.request_id!r} has seed {live.seed} of request "
+                f"{member.request_id!r} in group {request.group_id!r}: it would be a copy; "
+                "give every member its own seed"
+            )

@@ -1,0 +1,51 @@
+"""The weighted sum of each token's routed experts."""
+
+import torch
+from torch import Tensor
+
+from inference.kernels.dispatch import expect_dtype, expect_shape, require_reference
+from inference.kernels.expert_gemm import reference
+
+OP = "expert_gemm"
+
+
+def expert_gemm(
+    x_TC: Tensor,
+    w13_E2IC: Tensor,
+    w2_ECI: Tensor,
+    ids_TA: Tensor,
+    weights_TA: Tensor,
+    *,
+    alpha: float,
+    limit: float,
+    beta: float = 1.0,
+) -> Tensor:
+    """Σ over a token's experts of weight · w2 · swiglu_oai(w13 · x).
+
+    FP32 inside, summed in ascending expert id, one cast to the dtype of `x_TC`.
+
+    Args:
+        x_TC: [T, C].
+        w13_E2IC: [E, 2I, C], gate rows and then up rows.
+        w2_ECI: [E, C, I].
+        ids_TA: [T, A] int32 experts; -1 adds nothing (padding, an expert held elsewhere).
+        weights_TA: [T, A] FP32, `routed_scaling_factor` included.
+
+    Returns:
+        [T, C], without the shared expert.
+    """
+    require_reference(OP, x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA)
+    num_tokens, hidden = x_TC.shape
+    num_experts, double_width, _ = w13_E2IC.shape
+    expect_shape(OP, "w13_E2IC", w13_E2IC, (num_experts, double_width, hidden))
+    expect_shape(OP, "w2_ECI", w2_ECI, (num_experts, hidden, double_width // 2))
+    expect_shape(OP, "ids_TA", ids_TA, (num_tokens, ids_TA.shape[-1]))
+    expect_shape(OP, "weights_TA", weights_TA, tuple(ids_TA.shape))
+    expect_dtype(OP, "ids_TA", ids_TA, torch.int32)
+    expect_dtype(OP, "weights_TA", weights_TA, torch.float32)
+    if ids_TA.numel() and not -1 <= int(ids_TA.min()) <= int(ids_TA.max()) < num_experts:
+        raise ValueError(
+            f"{OP}: ids_TA holds {int(ids_TA.min())}..{int(ids_TA.max())}, "
+            f"needs -1..{num_experts - 1}"
+        )
+    return reference.expert_gemm(x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA, alpha, limit, beta)

@@ -1,0 +1,37 @@
+"""The routed experts: sort token-expert pairs by expert, one pair of GEMMs for each expert."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from inference.kernels.swiglu_oai.reference import swiglu_oai
+
+
+def expert_gemm(
+    x_TC: Tensor,
+    w13_E2IC: Tensor,
+    w2_ECI: Tensor,
+    ids_TA: Tensor,
+    weights_TA: Tensor,
+    alpha: float,
+    limit: float,
+    beta: float,
+) -> Tensor:
+    num_experts = w13_E2IC.shape[0]
+    experts_X, order_X = ids_TA.flatten().sort(stable=True)
+    # Pairs with expert -1 come first and are passed over.
+    bounds = torch.searchsorted(
+        experts_X, torch.arange(num_experts + 1, device=ids_TA.device, dtype=ids_TA.dtype)
+    ).tolist()
+    tokens_X = order_X // ids_TA.shape[1]
+    weights_X = weights_TA.flatten()[order_X]
+    out_TC = torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)
+    for expert, (start, stop) in enumerate(pairwise(bounds)):
+        if start == stop:
+            continue
+        tokens = tokens_X[start:stop]
+        gate_up = x_TC[tokens].float() @ w13_E2IC[expert].float().T
+        y = swiglu_oai(gate_up, alpha, limit, beta) @ w2_ECI[expert].float().T
+        out_TC.index_add_(0, tokens, y * weights_X[start:stop, None])
+    return out_TC.to(x_TC.dtype)

@@ -1,0 +1,39 @@
+"""RMSNorm, alone or fused with the residual addition before it."""
+
+from typing import overload
+
+from torch import Tensor
+
+from inference.kernels.dispatch import expect_dtype, expect_shape, require_reference
+from inference.kernels.rms_norm import reference
+
+
+@overload
+def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float, residual: None = None) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x_TC: Tensor, weight_C: Tensor, eps: float, residual: Tensor
+) -> tuple[Tensor, Tensor]: ...
+
+
+def rms_norm(
+    x_TC: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """x · rsqrt(mean(x²) + eps) · (1 + weight): FP32 inside, one cast to the dtype of `x_TC`.
+
+    Args:
+        x_TC: [..., C].
+        weight_C: [C]; zero is the identity gain.
+        residual: the stream before `x_TC`, same shape and dtype.
+
+    Returns:
+        The norm; with `residual`, (norm of the new stream, new stream `x_TC + residual`).
+    """
+    require_reference("rms_norm", x_TC, weight_C, residual)
+    expect_shape("rms_norm", "weight_C", weight_C, tuple(x_TC.shape[-1:]))
+    if residual is not None:
+        expect_shape("rms_norm", "residual", residual, tuple(x_TC.shape))
+        expect_dtype("rms_norm", "residual", residual, x_TC.dtype)
+    return reference.rms_norm(x_TC, weight_C, eps, residual)

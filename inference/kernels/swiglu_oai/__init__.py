@@ -1,0 +1,23 @@
+"""M3's activation between the two halves of an MLP."""
+
+from torch import Tensor
+
+from inference.kernels.dispatch import require_reference
+from inference.kernels.swiglu_oai import reference
+
+
+def swiglu_oai(gate_up_TX: Tensor, *, alpha: float, limit: float, beta: float = 1.0) -> Tensor:
+    """g · sigmoid(alpha · g) · (u + beta) with g = min(gate, limit), u = clamp(up, ±limit).
+
+    FP32 inside, one cast to the dtype of `gate_up_TX`.
+
+    Args:
+        gate_up_TX: [..., 2I], all gates and then all ups, never interleaved.
+
+    Returns:
+        [..., I].
+    """
+    require_reference("swiglu_oai", gate_up_TX)
+    if gate_up_TX.shape[-1] % 2:
+        raise ValueError(f"swiglu_oai: width {gate_up_TX.shape[-1]} is not gates and as many ups")
+    return reference.swiglu_oai(gate_up_TX, alpha, limit, beta)

@@ -1,0 +1,189 @@
+"""Safetensors files of a checkpoint directory: what is in them, reading it, writing it.
+
+Knows files, headers and shards; which names a model has is known by `weights.py` alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or written; names the file and, where known, the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor inside a safetensors file, not yet read."""
+
+    file: Path
+    name: str
+    dtype: str
+    """As safetensors spells it: 'F32', 'BF16', 'F8_E4M3', …"""
+    shape: tuple[int, ...]
+
+
+def list_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint in directory `path`, by stored name; reads headers only.
+
+    Raises:
+        CheckpointError: no safetensors there, several without an index, an index that names a file
+            or tensor that does not exist, a truncated or foreign file.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory; give the directory of a checkpoint")
+    index = path / INDEX_FILE
+    if index.exists():
+        return _list_indexed(index)
+    files = [path / SINGLE_FILE] if (path / SINGLE_FILE).exists() else [*path.glob("*.safetensors")]
+    if not files:
+        raise CheckpointError(f"{path} holds no safetensors file; is the download complete?")
+    if len(files) > 1:
+        raise CheckpointError(
+            f"{path} holds {len(files)} safetensors files but no {INDEX_FILE}; which belong "
+            "together is not known, add the index"
+        )
+    return read_header(files[0])
+
+
+def _list_indexed(index: Path) -> dict[str, StoredTensor]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is not an index with a weight_map: {error!r}") from None
+    tensors = {}
+    headers: dict[str, dict[str, StoredTensor]] = {}
+    for name, file in weight_map.items():
+        if file not in headers:
+            headers[file] = read_header(index.parent / file)
+        if name not in headers[file]:
+            raise CheckpointError(
+                f"{index.parent / file} lacks {name}, which {index.name} puts there"
+            )
+        tensors[name] = headers[file][name]
+    return tensors
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, after checking that the file is as long as they need."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 + length:
+                raise CheckpointError(f"{file} is truncated within its header ({size} bytes)")
+            header: dict[str, Any] = json.loads(stream.read(length))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} does not exist; is the download complete?") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} is not a safetensors file: {error}") from None
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        end = 8 + length + entry["data_offsets"][1]
+        if end > size:
+            raise CheckpointError(
+                f"{file} is truncated: {name} ends at byte {end}, the file at byte {size}"
+            )
+        tensors[name] = StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]))
+    return tensors
+
+
+def read_tensors(stored: Iterable[tuple[str, StoredTensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Read tensors one at a time, memory-mapped, under the names given with them."""
+    with ExitStack() as stack:
+        handles: dict[Path, Any] = {}
+        for name, place in stored:
+            try:
+                if place.file not in handles:
+                    opened = safe_open(place.file, framework="pt")
+                    handles[place.file] = stack.enter_context(opened)
+                tensor = handles[place.file].get_tensor(place.name)
+            except SafetensorError as error:
+                raise CheckpointError(f"{place.file}: cannot read {place.name}: {error}") from None
+            yield name, tensor
+
+
+def write_checkpoint(
+    path: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    max_shard_bytes: int,
+    prefix: str = "",
+) -> None:
+    """Write published tensors, in the order given, as safetensors into directory `path`.
+
+    One file `model.safetensors`, or shards and `model.safetensors.index.json` once
+    `max_shard_bytes` is passed. At most one shard is in memory. `prefix` goes before every name.
+
+    Raises:
+        CheckpointError: the directory already holds weights, a name comes twice, or a file cannot
+            be written (a full disk); what was written so far stays behind.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    if present := sorted(file.name for file in folder.glob("*.safetensors*")):
+        raise CheckpointError(f"{folder} already holds {present[0]}; write into an empty directory")
+    shards: list[list[str]] = []
+    total_size = 0
+    for shard in _shards(tensors, max_shard_bytes, prefix):
+        total_size += sum(tensor.nbytes for tensor in shard.values())
+        if repeated := [name for names in shards for name in names if name in shard]:
+            raise CheckpointError(f"{repeated[0]} was given twice")
+        _save(shard, folder / f"shard-{len(shards):05}.safetensors")
+        shards.append(list(shard))
+    if not shards:
+        raise CheckpointError(f"no tensor to write into {folder}")
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards):
+        file = SINGLE_FILE
+        if len(shards) > 1:
+            file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / f"shard-{i:05}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(
+    tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int, prefix: str
+) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    held = 0
+    for name, tensor in tensors:
+        if shard and held + tensor.nbytes > max_shard_bytes:
+            yield shard
+            shard, held = {}, 0
+        if prefix + name in shard:
+            raise CheckpointError(f"{prefix + name} was given twice")
+        shard[prefix + name] = _own_copy(tensor)
+        held += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    """On the CPU, contiguous, and not a view: safetensors refuses tensors that share memory."""
+    tensor = tensor.detach().cpu().contiguous()
+    is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if is_whole else tensor.clone()
+
+
+def _save(shard: dict[str, Tensor], file: Path) -> None:
+    try:
+        save_file(shard, file, metadata={"format": "pt"})
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot write {file}: {error}") from error

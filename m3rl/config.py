@@ -1,0 +1,388 @@
+"""Every setting of m3rl: one strict, frozen tree, loaded once from YAML and never changed.
+
+Unknown keys are errors with a suggestion, values out of range are errors with the meaning of the
+key, and numbers written as `1e-6` (a string to YAML) are numbers. Files inherit with
+`defaults: base.yaml`; `key=value` words win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
+
+from m3rl.config_checks import conflicts
+from m3rl.config_file import (
+    Bool,
+    ConfigError,
+    Float,
+    Fraction,
+    Int,
+    Origins,
+    Raw,
+    Section,
+    Seed,
+    Text,
+    dump_yaml,
+    explain,
+    flatten,
+    merge,
+    read_config_file,
+    read_overrides,
+    unknown_keys,
+)
+
+__all__ = ["Config", "ConfigError"]
+
+
+class RunConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run in logs and in wandb: letters, digits, dot, dash, underscore."""
+    dir: Text
+    """Run directory; everything a run writes is below it."""
+    seed: Seed = 0
+    """Every random choice of the run derives from this."""
+
+
+class ModelPathConfig(Section):
+    path: Text
+    """Checkpoint directory: config.json, weights as safetensors, tokenizer, chat template."""
+
+
+class PolicyConfig(Section):
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """What trainer and runtime compute with and a weight sync carries; masters are always FP32."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention of the training model."""
+    replay_routing: Bool = False
+    """Train with the experts that the runtime chose; needs rollout.capture_routing."""
+    micro_batch_tokens: Int = Field(default=8192, ge=1)
+    """Padded tokens of one forward and backward pass of a trainer rank."""
+
+
+class OptimizerConfig(Section):
+    lr: Float = Field(default=1e-6, gt=0)
+    """AdamW's learning rate after the warm-up."""
+    betas: tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.95,
+    )
+    """AdamW's decay of the two moments."""
+    eps: Float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: Float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, on matrices only."""
+    grad_clip: Float = Field(default=1.0, gt=0)
+    """Largest global gradient norm; longer gradients are scaled down to it."""
+    warmup_steps: Int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly."""
+
+
+class KLConfig(Section):
+    coef: Float = Field(default=0.0, ge=0)
+    """Weight of the KL term against the initial policy; 0 keeps no reference."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence (Schulman 2020)."""
+
+
+class ImportanceConfig(Section):
+    kind: Literal["tis", "none"] = "tis"
+    """Correction for sampling by the runtime: truncated importance sampling, or none."""
+    cap: Float = Field(default=2.0, gt=0)
+    """Largest importance weight of a token."""
+
+
+class GRPOConfig(Section):
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """Rewards of a group become advantages: over their deviation, only centred, leave-one-out."""
+    clip_low: Float = Field(default=0.2, gt=0, lt=1)
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: Float = Field(default=0.28, gt=0)
+    """The ratio is clipped above at 1 + clip_high (clip-higher, arXiv:2503.14476)."""
+    dual_clip: Annotated[Float, Field(gt=1)] | None = None
+    """Bound of the loss at negative advantages (arXiv:1912.09729); null for none."""
+    kl: KLConfig = KLConfig()
+    old_logprobs: Literal["behaviour", "recompute"] = "behaviour"
+    """Denominator of the ratio: the runtime's logprobs, or the trainer's own before the update."""
+    updates_per_batch: Int = Field(default=1, ge=1)
+    """Optimizer steps on each batch of completions."""
+    skip_zero_variance: Bool = True
+    """Leave groups whose rewards are all equal out of the loss and of its denominator."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Completions cut by max_tokens: train on them, or mask their tokens."""
+    importance: ImportanceConfig = ImportanceConfig()
+
+
+class ReasoningGymConfig(Section):
+    kind: Literal["reasoning_gym"]
+    name: Text
+    """Generator of the reasoning-gym package, for example spell_backward."""
+    size: Int = Field(ge=1)
+    """How many items to generate."""
+    seed: Seed = 0
+    """Seed of the generator; train and eval need different ones."""
+    params: dict[str, Any] = Field(default={})
+    """Further arguments of the generator."""
+
+
+class FileDatasetConfig(Section):
+    kind: Literal["file"]
+    path: Text
+    """A .jsonl or .parquet file, one item a row."""
+    prompt_key: Text = "question"
+    """Column with the user's message."""
+    answer_key: Text | None = "answer"
+    """Column with the expected answer; null when the reward needs none."""
+
+
+DatasetConfig = Annotated[ReasoningGymConfig | FileDatasetConfig, Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    train: DatasetConfig
+    eval: DatasetConfig | None = None
+    """Held-out prompts; those that also occur in train are removed from train."""
+    max_prompt_tokens: Int = Field(default=1024, ge=1)
+    """Longest prompt, chat template included."""
+    overlong: Literal["error", "drop"] = "error"
+    """What to do with longer prompts: stop, or drop and count them."""
+    shuffle: Bool = True
+    """A fresh seeded order each epoch; false keeps the dataset's own."""
+
+
+class RewardConfig(Section):
+    kind: Literal["dataset", "function", "exact"] = "dataset"
+    """Scorer: the dataset's own, a Python function, or equality with the answer."""
+    target: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    """For kind function: 'package.module:function', called with (payload, completion text)."""
+    timeout_s: Float = Field(default=5.0, gt=0)
+    """Longest time for one completion; then its worker is killed and it counts as a timeout."""
+    workers: Int = Field(default=2, ge=1)
+    """Scoring processes."""
+    max_error_frac: Fraction = 0.5
+    """A larger share of failed scores in a step stops the run."""
+
+    @model_validator(mode="after")
+    def _target_fits_kind(self) -> Self:
+        if (self.kind == "function") != (self.target is not None):
+            raise ValueError(
+                f"kind is {self.kind!r} and target is {self.target!r}; "
+                "give `kind: function` and `target: package.module:function` together"
+            )
+        return self
+
+
+class EngineOptions(Section):
+    num_pages: Int = Field(default=512, ge=1)
+    """KV pages of a replica."""
+    max_model_len: Annotated[Int, Field(ge=2)] | None = None
+    """Longest sequence; null: what the model's positions and the pages allow."""
+    max_running_requests: Int = Field(default=128, ge=1)
+    """Requests that decode together."""
+    max_tokens_per_step: Int = Field(default=2048, ge=1)
+    """Tokens of one engine step; longer prefills are done in chunks."""
+    enable_prefix_cache: Bool = True
+    """Keep the pages of finished prompts for later ones, within one policy version."""
+
+
+class M3BackendConfig(Section):
+    kind: Literal["m3"] = "m3"
+    num_replicas: Int = Field(default=1, ge=1)
+    """Complete copies of the model that generate."""
+    num_threads: Int = Field(default=1, ge=1)
+    """CPU threads of each replica."""
+    max_restarts: Int = Field(default=2, ge=0)
+    """How often dead replicas are started again, in the whole run."""
+    engine: EngineOptions = EngineOptions()
+
+
+class RolloutConfig(Section):
+    group_size: Int = Field(default=8, ge=2)
+    """Completions per prompt, G in GRPO (arXiv:2402.03300); one alone has nothing to beat."""
+    prompts_per_step: Int = Field(default=16, ge=1)
+    """Prompts of one training step."""
+    num_prompts: Annotated[Int, Field(ge=1)] | None = None
+    """For `m3rl rollout`: prompts in total."""
+    temperature: Float = Field(default=1.0, gt=0)
+    """Sampling temperature. At 0 all completions of a group would be equal."""
+    top_p: Float = Field(default=1.0, gt=0, le=1)
+    """Keep the likeliest tokens up to this probability; 1 keeps all."""
+    top_k: Int = Field(default=0, ge=0)
+    """Keep this many likeliest tokens; 0 keeps all."""
+    min_p: Float = Field(default=0.0, ge=0, lt=1)
+    """Keep tokens at least this likely relative to the likeliest; 0 keeps all."""
+    max_tokens: Int = Field(default=1024, ge=1)
+    """Longest completion."""
+    stop: tuple[Text, ...] = ()
+    """Strings that end a completion."""
+    capture_routing: Bool = False
+    """Record the experts of every token."""
+    capture_blocks: Bool = False
+    """Record the selected key blocks of every token."""
+    timeout_s: Float = Field(default=300.0, gt=0)
+    """A replica that finishes nothing for this long is taken for dead."""
+    backend: M3BackendConfig = M3BackendConfig()
+
+
+class TrainConfig(Section):
+    steps: Int = Field(default=100, ge=1)
+    """Training steps of the whole run, resumed ones included."""
+    num_ranks: Int = Field(default=1, ge=1)
+    """Trainer processes; each takes its share of every batch."""
+    num_threads: Int = Field(default=1, ge=1)
+    """CPU threads of each trainer process."""
+    max_skipped_updates: Int = Field(default=10, ge=0)
+    """Updates skipped for a gradient that is not finite before the run stops."""
+
+
+class EvalConfig(Section):
+    every: Int = Field(default=0, ge=0)
+    """Evaluate every so many steps; 0 for never in between."""
+    num_prompts: Int = Field(default=200, ge=1)
+    """Held-out prompts of an evaluation, one completion each."""
+    temperature: Float = Field(default=0.0, ge=0)
+    """0 is greedy."""
+    at_start: Bool = True
+    at_end: Bool = True
+
+
+class WeightSyncConfig(Section):
+    timeout_s: Float = Field(default=60.0, gt=0)
+    """Longest wait in any phase of a sync; then the slow side is named and poisoned."""
+    verify: Bool = True
+    """Compare the hashes of trainer and replica before the new version serves."""
+    min_replicas: Int = Field(default=1, ge=1)
+    """Replicas that must succeed in a sync for the run to go on."""
+
+
+class CheckpointConfig(Section):
+    every: Int = Field(default=25, ge=0)
+    """Save every so many steps and at the end; 0 saves only at the end."""
+    keep: Int = Field(default=2, ge=1)
+    """Newest checkpoints to keep."""
+    resume: Literal["auto", "never"] = "auto"
+    """`auto` goes on from the newest complete checkpoint; `never` refuses a used run directory."""
+
+
+class WandbConfig(Section):
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """`auto` is online when a key is set, else offline; no mode ever asks for a key."""
+    project: Text = "m3rl"
+    entity: Text | None = None
+
+
+class LoggingConfig(Section):
+    wandb: WandbConfig = WandbConfig()
+    sample_table_every: Int = Field(default=10, ge=0)
+    """Show sample completions every so many steps; 0 for never."""
+    sample_table_rows: Int = Field(default=4, ge=1)
+
+
+class SFTConfig(Section):
+    steps: Int = Field(default=500, ge=1)
+    batch_size: Int = Field(default=32, ge=1)
+    """Prompt and answer pairs of one step."""
+    lr: Float = Field(default=3e-3, gt=0)
+    warmup_steps: Int = Field(default=10, ge=0)
+    seed: Seed = 0
+    """Seed of the initial weights and of the order of examples."""
+    init: Literal["random", "path"] = "path"
+    """Start from random weights of the shape in model.path, or from the weights there."""
+    output: Text | None = None
+    """Directory for the trained checkpoint; null: `sft` in the run directory."""
+    target_accuracy: Annotated[Fraction, Field(gt=0)] | None = None
+    """Stop early once this held-out accuracy is reached."""
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    run: RunConfig
+    model: ModelPathConfig
+    policy: PolicyConfig = PolicyConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    grpo: GRPOConfig = GRPOConfig()
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    sft: SFTConfig = SFTConfig()
+
+    _origins: Origins = PrivateAttr(default_factory=dict)
+    _source: Path | None = PrivateAttr(default=None)
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Config:
+        """Read `path`, what it inherits and the `key=value` overrides.
+
+        Raises:
+            ConfigError: one line for every mistake found, each with key, value, place and cure.
+        """
+        raw, origins = read_config_file(Path(path))
+        merge(raw, read_overrides(overrides), origins, {})
+        config = cls.from_dict(raw, origins)
+        config._source = Path(path).resolve()
+        return config
+
+    @classmethod
+    def from_dict(cls, raw: Raw, origins: Origins | None = None) -> Config:
+        """Check a nested mapping; `origins` tells where each dotted key was written."""
+        origins = {} if origins is None else origins
+        if problems := unknown_keys(cls, raw, origins):
+            raise ConfigError("\n".join(problems))
+        try:
+            config = cls.model_validate(raw)
+        except ValidationError as error:
+            raise ConfigError("\n".join(explain(error, cls, raw, origins))) from None
+        config._origins = origins
+        if problems := conflicts(config):
+            raise ConfigError("\n".join(problems))
+        return config
+
+    def to_dict(self) -> Raw:
+        """Plain nested values, as they would be written in YAML."""
+        return self.model_dump(mode="json")
+
+    def resolved_yaml(self) -> str:
+        """YAML that loads to an equal configuration; comments tell where values were written."""
+        return dump_yaml(self.to_dict(), self._origins)
+
+    def differences(self, other: Config) -> list[str]:
+        """`key: mine here, theirs there` for all that a run and its resumption must agree on.
+
+        How long a run is, where it lives and how it is saved may change: train.steps, run.*,
+        checkpoint.*.
+        """
+        mine, theirs = flatten(self.to_dict()), flatten(other.to_dict())
+        return [
+            f"{key}: {mine.get(key)!r} here, {theirs.get(key)!r} there"
+            for key in sorted(mine.keys() | theirs.keys())
+            if mine.get(key) != theirs.get(key)
+            and key != "train.steps"
+            and not key.startswith(("run.", "checkpoint."))
+        ]
+
+    def origin(self, key: str) -> str:
+        """Where a dotted key was written: 'file.yaml:12', 'command line' or 'default'."""
+        return self._origins.get(key, "default")
+
+    def find(self, path: str) -> Path:
+        """Place of an input file named in the configuration.
+
+        A relative path is meant from the current directory or, when nothing is there, from the
+        repository of the configuration file (the nearest folder above it with pyproject.toml).
+        """
+        here = Path(path)
+        if here.is_absolute() or here.exists() or self._source is None:
+            return here
+        for folder in self._source.parents:
+            if (folder / "pyproject.toml").is_file():
+                there = folder / path
+                return there if there.exists() else here
+        return here

@@ -1,0 +1,95 @@
+"""Trainer ranks as Ray actors: started, addressed by rank, ended. The work itself is `train_rank.TrainRank`."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from m3rl.rollout.placement import put, worker_options
+from m3rl.train_rank import RankSettings, TrainRank
+
+
+class RankProcess:
+    """Body of the actor: finds an address first, builds the rank when all ranks know it."""
+
+    def __init__(self, num_threads: int) -> None:
+        import torch
+
+        torch.set_num_threads(num_threads)
+        self._rank: TrainRank | None = None
+
+    def address(self) -> str:
+        """host:port on this node that is free now, for the ranks to meet at."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
+
+    def build(self, settings: RankSettings, rank: int, world_size: int, address: str) -> None:
+        self._rank = TrainRank(settings, rank, world_size, f"tcp://{address}")
+
+    def call(self, method: str, *args: Any) -> Any:
+        assert self._rank is not None, "build() comes before call()"
+        return getattr(self._rank, method)(*args)
+
+
+class TrainerRanks:
+    """The driver's handle on all trainer ranks (a `SenderGroup` for weight sync)."""
+
+    def __init__(
+        self,
+        settings: RankSettings,
+        num_ranks: int,
+        *,
+        num_threads: int,
+        num_gpus: int = 0,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        self.num_ranks = num_ranks
+        options = worker_options(num_threads, num_gpus, max_concurrency=8)
+        factory = ray.remote(RankProcess).options(**options)
+        self._actors = [factory.remote(num_threads) for _ in range(num_ranks)]
+        try:
+            address = ray.get(self._actors[0].address.remote(), timeout=start_timeout_s)
+            building = [
+                actor.build.remote(settings, rank, num_ranks, address)
+                for rank, actor in enumerate(self._actors)
+            ]
+            ray.get(building, timeout=start_timeout_s)
+        except GetTimeoutError:
+            raise RuntimeError(
+                f"{num_ranks} trainer ranks did not start within {start_timeout_s:g} s; "
+                "is there room for them on the cluster (`ray status`)?"
+            ) from None
+
+    def call(self, rank: int, method: str, *args: Any) -> Future[Any]:
+        return self._actors[rank].call.remote(method, *args).future()
+
+    def one(self, rank: int, method: str, *args: Any) -> Any:
+        """Result of a call on one rank, errors as they were raised there."""
+        return self._get([self._actors[rank].call.remote(method, *args)])[0]
+
+    def all(self, method: str, *args: Any) -> list[Any]:
+        """Results of the same call on all ranks, which run it at the same time (collectives inside are fine)."""
+        shared = [put(arg) for arg in args]
+        return self._get([actor.call.remote(method, *shared) for actor in self._actors])
+
+    def close(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def _get(self, refs: list[Any]) -> list[Any]:
+        """Like ray.get, but the death of one rank is told at once, also while its peers wait for it in a collective."""
+        pending = list(refs)
+        while pending:
+            done, pending = ray.wait(pending)
+            try:
+                ray.get(done)
+            except RayActorError as error:
+                raise RuntimeError(f"trainer rank {refs.index(done[0])} died: {error}") from error
+        return ray.get(refs)

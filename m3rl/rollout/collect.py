@@ -1,0 +1,173 @@
+"""From prompts to scored groups: seeds, requests, lost replicas, rewards.
+
+    prompts ─▶ requests (one seed a completion) ─▶ backend ─▶ completions ─▶ rewards ─▶ groups
+                      ▲                               │ lost with a replica
+                      └───────── heal, re-issue ──────┘
+
+A completion is known by its sample id (prompt ordinal, sample index) from the first line to the last, and everything
+random about it follows from (run seed, sample id, turn): a re-issued request is the same request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from m3rl.rollout.backend import BackendError, Generated, GenerationBackend
+from m3rl.types import Completion, GenerationRequest, Group, Prompt
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """How completions are drawn; the same for all requests of a call."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    capture_routing: bool = False
+    capture_blocks: bool = False
+    use_prefix_cache: bool = True
+
+
+@dataclass(slots=True)
+class CollectStats:
+    """Faults met and mended while collecting; `fault/*` and `data/*` of the step's metrics."""
+
+    requeued_samples: int = 0
+    worker_restarts: int = 0
+    failed_samples: int = 0
+    dropped_groups: int = 0
+    failures: dict[int, str] = field(default_factory=dict)
+
+
+def sample_seed(run_seed: int, prompt_ordinal: int, sample_index: int, turn: int = 0) -> int:
+    """63-bit seed of one turn of one completion (blake2b of the four numbers)."""
+    key = np.array([run_seed, prompt_ordinal, sample_index, turn], "<i8").tobytes()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+class Collector:
+    """Generates and scores groups on a backend, healing lost replicas on the way."""
+
+    def __init__(
+        self,
+        backend: GenerationBackend,
+        *,
+        run_seed: int,
+        decode: Callable[[np.ndarray], str],
+        score: Callable[[Sequence[tuple[Prompt, Completion]]], None],
+        heal: Callable[[int], bool],
+        timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            decode: completion ids to the text that rewards and people read.
+            score: fills reward, reward_parts and reward_status of each completion.
+            heal: brings a lost replica back at the current policy version; False when it is given up for good.
+            timeout_s: longest wait for a call to the backend.
+        """
+        self._backend = backend
+        self._run_seed = run_seed
+        self._decode = decode
+        self._score = score
+        self._heal = heal
+        self._timeout_s = timeout_s
+
+    def collect(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: SamplingSettings
+    ) -> tuple[list[Group], CollectStats]:
+        """Groups in the order of `prompts`; a group that kept fewer than min(2, group_size) members is dropped.
+
+        Raises:
+            BackendError: no replica is left.
+        """
+        stats = CollectStats()
+        by_ordinal = {prompt.ordinal: prompt for prompt in prompts}
+        requests = [
+            self._request(prompt, index, sampling)
+            for prompt in prompts
+            for index in range(group_size)
+        ]
+        generated = self._generate(requests, stats)
+        completions = [
+            self._completion(request, by_ordinal[request.prompt_ordinal], generated)
+            for request in requests
+        ]
+        usable = [c for c in completions if c.finish_reason in ("stop", "length")]
+        stats.failed_samples = len(completions) - len(usable)
+        self._score([(by_ordinal[c.prompt_ordinal], c) for c in usable])
+        groups = [
+            Group(prompt, [c for c in usable if c.prompt_ordinal == prompt.ordinal])
+            for prompt in prompts
+        ]
+        kept = [group for group in groups if len(group.completions) >= min(2, group_size)]
+        stats.dropped_groups = len(groups) - len(kept)
+        return kept, stats
+
+    def _generate(
+        self, requests: Sequence[GenerationRequest], stats: CollectStats
+    ) -> dict[str, Generated]:
+        generated: dict[str, Generated] = {}
+        remaining = list(requests)
+        while remaining:
+            outcome = self._backend.generate(remaining, timeout_s=self._timeout_s)
+            generated.update(outcome.generated)
+            remaining = outcome.lost
+            stats.requeued_samples += len(remaining)
+            for replica, reason in outcome.failures.items():
+                stats.failures[replica] = reason
+                stats.worker_restarts += int(self._heal(replica))
+            if remaining and not any(health.is_alive for health in self._backend.health()):
+                reasons = "; ".join(f"replica {r}: {why}" for r, why in stats.failures.items())
+                raise BackendError(f"no replica is left to generate on ({reasons})")
+        return generated
+
+    def _request(
+        self, prompt: Prompt, sample_index: int, sampling: SamplingSettings
+    ) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=f"{prompt.ordinal}.{sample_index}",
+            group_id=str(prompt.ordinal),
+            prompt_ordinal=prompt.ordinal,
+            sample_index=sample_index,
+            prompt_ids=prompt.ids,
+            seed=sample_seed(self._run_seed, prompt.ordinal, sample_index),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_tokens,
+            stop=sampling.stop,
+            capture_routing=sampling.capture_routing,
+            capture_blocks=sampling.capture_blocks,
+            use_prefix_cache=sampling.use_prefix_cache,
+        )
+
+    def _completion(
+        self, request: GenerationRequest, prompt: Prompt, generated: dict[str, Generated]
+    ) -> Completion:
+        result = generated[request.request_id]
+        return Completion(
+            prompt_ordinal=request.prompt_ordinal,
+            sample_index=request.sample_index,
+            group_id=request.group_id,
+            prompt_ids=prompt.ids,
+            completion_ids=result.token_ids,
+            text=self._decode(result.token_ids),
+            logprobs=result.logprobs,
+            loss_mask=np.ones(len(result.token_ids), np.bool_),
+            finish_reason=result.finish_reason,
+            version_spans=result.version_spans,
+            seed=result.seed,
+            routing=result.routing,
+            blocks=result.blocks,
+        )

@@ -1,0 +1,69 @@
+"""Ray: started once, quietly, offline; every worker process gets its own resources and thread limit."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# Read by Ray at import: no usage report, no token prompt on a machine without network.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import ray
+
+logger = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 256 << 20
+"""Shared memory for objects between processes of a local cluster; a step's batch is far below this."""
+
+
+@contextmanager
+def ray_cluster(num_processes: int) -> Iterator[None]:
+    """A Ray cluster for `num_processes` workers, ended on every way out of the block.
+
+    With RAY_ADDRESS set, joins that cluster. Otherwise starts a local one whose CPU count is at least the number of
+    workers: a worker is limited by its own thread count, so two cores can host a trainer rank and a replica.
+    """
+    if ray.is_initialized():
+        raise RuntimeError("Ray is already running in this process; close it before starting a run")
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(logging_level="ERROR", log_to_driver=True)
+    else:
+        ray.init(
+            num_cpus=max(num_processes, os.cpu_count() or 1),
+            include_dashboard=False,
+            logging_level="ERROR",
+            log_to_driver=True,
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def worker_options(num_threads: int, num_gpus: int = 0, **extra: Any) -> dict[str, Any]:
+    """Actor options of one worker process: `num_threads` for OpenMP and torch, no restart behind our back."""
+    threads = str(num_threads)
+    env = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return {
+        "num_cpus": 1,
+        "num_gpus": num_gpus,
+        "max_restarts": 0,
+        "runtime_env": {"env_vars": env},
+        **extra,
+    }
+
+
+def put(value: Any) -> Any:
+    """Place a value once in the object store, for several workers to read."""
+    return ray.put(value)

@@ -1,0 +1,144 @@
+"""The run directory: whose it is, what it already holds, and whether this configuration may go on with it.
+
+    runs/<name>/config.yaml  metrics.jsonl  evals.jsonl  run.log  rollouts/  checkpoints/  wandb/
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from m3rl.config import Config, ConfigError
+
+logger = logging.getLogger(__name__)
+
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+"""Files beside the weights that make a folder loadable on its own; copied into every checkpoint."""
+
+
+class RunDirectory:
+    """Open (and locked) for one process at a time; use as a context manager."""
+
+    def __init__(self, config: Config) -> None:
+        """
+        Raises:
+            ConfigError: the directory was made by another configuration (says what differs), or another process
+                is running in it.
+        """
+        self.path = Path(config.run.dir)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise ConfigError(
+                f"run.dir={self.path}: another m3rl process is running in this directory; "
+                "wait for it, stop it, or choose another run.dir"
+            ) from None
+        self._log_handler = logging.FileHandler(self.path / "run.log")
+        self._log_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logging.getLogger("m3rl").addHandler(self._log_handler)
+        try:
+            self._claim(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
+            logger.error("the run ended with an error", exc_info=(type(error), error, traceback))
+        self.close()
+
+    def close(self) -> None:
+        logging.getLogger("m3rl").removeHandler(self._log_handler)
+        self._log_handler.close()
+        self._lock.close()
+
+    def rollouts(self, step: int) -> Path:
+        return self.path / "rollouts" / f"step_{step:06d}.parquet"
+
+    def record_evaluation(self, record: dict[str, Any]) -> None:
+        """Append one evaluation to evals.jsonl unless its (kind, version) is there already."""
+        if self.evaluation(record["set"], record["version"]) is not None:
+            return
+        with (self.path / "evals.jsonl").open("a") as file:
+            file.write(json.dumps(record, sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def evaluation(self, name: str, version: int) -> dict[str, Any] | None:
+        """The recorded evaluation of `name` at a policy version, if there is one."""
+        path = self.path / "evals.jsonl"
+        if not path.exists():
+            return None
+        for line in path.read_text().splitlines():
+            try:
+                record: dict[str, Any] = json.loads(line)
+            except json.JSONDecodeError:  # a line cut by a kill; that evaluation is repeated
+                continue
+            if record["set"] == name and record["version"] == version:
+                return record
+        return None
+
+    def _claim(self, config: Config) -> None:
+        stored = self.path / "config.yaml"
+        if stored.exists():
+            differences = config.differences(Config.load(stored, []))
+            if differences:
+                listed = "\n  ".join(differences)
+                raise ConfigError(
+                    f"run.dir={self.path} was started with another configuration "
+                    f"({stored}); these keys differ:\n  {listed}\n"
+                    "Use the same values to go on with it, or another run.dir to start anew."
+                )
+        temporary = stored.with_suffix(".yaml.tmp")
+        temporary.write_text(config.resolved_yaml())
+        temporary.replace(stored)
+
+
+def model_files(path: str | Path) -> dict[str, bytes]:
+    """Contents of the files that describe a model and its tokenizer, by name."""
+    found = {name: Path(path) / name for name in MODEL_FILES}
+    return {name: file.read_bytes() for name, file in found.items() if file.exists()}
+
+
+def check_same_model(checkpoint: Path, model_path: str) -> None:
+    """Refuse to resume a checkpoint on a model or tokenizer that changed since.
+
+    Raises:
+        ConfigError: names the file and, for config.json, the keys that differ.
+    """
+    was, now = model_files(checkpoint), model_files(model_path)
+    for name in sorted(was.keys() | now.keys()):
+        if was.get(name) == now.get(name):
+            continue
+        detail = ""
+        if name == "config.json" and name in was and name in now:
+            old, new = json.loads(was[name]), json.loads(now[name])
+            keys = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
+            detail = "; ".join(f"{k}: was {old.get(k)!r}, is {new.get(k)!r}" for k in keys)
+            detail = f" ({detail})"
+        raise ConfigError(
+            f"{Path(model_path) / name} changed since {checkpoint} was written{detail}; "
+            "restore the file to resume, or start a new run.dir"
+        )

@@ -1,0 +1,386 @@
+"""The scheduler against a simulated memory that knows which tokens each slot was written for."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from inference.engine.request import LiveRequest, Request, SamplingParams, make_live
+from inference.engine.scheduler import Schedule, Scheduler
+
+PAGE = 4
+
+
+class SimulatedEngine:
+    """Runs schedules without a model: a slot remembers (version, all tokens up to its own).
+
+    The token after a prefix is a function of the prefix, so two ways to one place must agree.
+    """
+
+    def __init__(self, **options) -> None:
+        defaults = {
+            "num_pages": 16,
+            "page_size": PAGE,
+            "max_running_requests": 4,
+            "max_tokens_per_step": 8,
+            "enable_prefix_cache": True,
+        }
+        self.scheduler = Scheduler(**(defaults | options))
+        self.version = 0
+        self.scheduler.start_version(0)
+        self.memory: dict[int, tuple] = {}
+        self.finished: dict[str, list[int]] = {}
+        self.admitted: list[str] = []
+        self.counter = 0
+
+    def add(self, prompt, name=None, **kwargs) -> LiveRequest:
+        max_tokens = kwargs.pop("max_tokens", 4)
+        self.counter += 1
+        name = f"r{self.counter}" if name is None else name
+        params = SamplingParams(max_tokens=max_tokens, seed=self.counter)
+        live = make_live(Request(name, list(prompt), params, **kwargs), ())
+        self.scheduler.add(live)
+        return live
+
+    def step(self) -> Schedule | None:
+        before = {live.request_id for live in self.scheduler.running}
+        schedule = self.scheduler.schedule()
+        self.admitted += [
+            live.request_id for live in self.scheduler.running if live.request_id not in before
+        ]
+        self.scheduler.check()
+        if schedule is None:
+            return None
+        self._forward(schedule)
+        self.scheduler.complete(schedule, np.ones(len(schedule.rows_R), bool))
+        self._sample(schedule)
+        self.scheduler.check()
+        return schedule
+
+    def _tokens(self, row: int, count: int) -> tuple:
+        return tuple(self.scheduler.rows.tokens_MX[row, :count].tolist())
+
+    def _slot(self, row: int, position: int) -> int:
+        page = int(self.scheduler.rows.page_table_MN[row, position // PAGE])
+        assert page >= 0, "a token without a page"
+        return page * PAGE + position % PAGE
+
+    def _forward(self, schedule: Schedule) -> None:
+        rows = self.scheduler.rows
+        work = [
+            (row, int(rows.num_computed[row]), int(rows.num_computed[row]) + new)
+            for row, new in zip(schedule.rows_R.tolist(), schedule.num_new_R.tolist(), strict=True)
+        ]
+        written = set()
+        for row, start, stop in work:
+            for position in range(start, stop):
+                slot = self._slot(row, position)
+                assert slot not in written, "two tokens in one slot"
+                written.add(slot)
+                self.memory[slot] = (self.version, self._tokens(row, position + 1))
+        for row, _, stop in work:
+            stale = rows.live[row].has_stale_pages
+            for position in range(stop):
+                version, tokens = self.memory[self._slot(row, position)]
+                assert tokens == self._tokens(row, position + 1), "another request's keys"
+                assert stale or version == self.version, "keys of an older version"
+
+    def _sample(self, schedule: Schedule) -> None:
+        rows = self.scheduler.rows
+        for row in schedule.rows_R[schedule.is_last_R].tolist():
+            live = rows.live[row]
+            if not live.has_sampled:
+                live.version_spans.append((0, self.version))
+            prefix = self._tokens(row, int(rows.num_tokens[row]))
+            token = np.array([next_token(prefix)], np.int32)
+            rows.append_tokens(np.array([row]), token, np.zeros(1), np.zeros(1))
+            if rows.num_tokens[row] == rows.max_total[row]:
+                self.scheduler.finish(live)
+                self.finished[live.request_id] = live.tokens.tolist()
+
+    def run(self, max_steps: int = 500) -> None:
+        for _ in range(max_steps):
+            if self.step() is None:
+                return
+        raise AssertionError("the requests never end")
+
+
+def next_token(prefix: tuple) -> int:
+    return (sum(prefix) * 31 + len(prefix)) % 7
+
+
+def expected_tokens(prompt, max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tuple(tokens)))
+    return tokens
+
+
+def test_a_long_prompt_is_cut_into_chunks_of_the_budget():
+    engine = SimulatedEngine(max_tokens_per_step=8)
+    engine.add(range(19), max_tokens=2)
+    assert [engine.step().num_new_R.tolist() for _ in range(4)] == [[8], [8], [3], [1]]
+
+
+def test_decodes_come_first_and_do_not_use_up_the_prefill_budget():
+    engine = SimulatedEngine(max_tokens_per_step=8)
+    engine.add(range(3))
+    engine.step()
+    engine.add(range(20))
+    schedule = engine.step()
+    assert schedule.num_new_R.tolist() == [1, 8]
+    assert schedule.num_decodes == 1
+    assert schedule.is_last_R.tolist() == [True, False]
+
+
+def test_a_request_holds_the_pages_of_its_tokens_and_no_more():
+    engine = SimulatedEngine()
+    live = engine.add(range(4), max_tokens=6)
+    held = []
+    for _ in range(5):
+        engine.step()
+        held.append(int(engine.scheduler.rows.num_pages[live.row]))
+    # After step i the request has 4 + i tokens; the newest has no keys yet.
+    assert held == [1, 2, 2, 2, 2]
+
+
+def test_members_of_a_group_compute_only_what_follows_the_full_pages_of_the_prompt():
+    engine = SimulatedEngine(max_tokens_per_step=100, enable_prefix_cache=False)
+    for _ in range(3):
+        engine.add(range(11), group_id="g")
+    schedule = engine.step()
+    assert schedule.num_new_R.tolist() == [11, 3, 3]
+    assert engine.scheduler.pool.num_owned == 2 + 3
+
+
+def test_a_prompt_of_whole_pages_leaves_its_last_page_to_every_member():
+    engine = SimulatedEngine(max_tokens_per_step=100, enable_prefix_cache=False)
+    for _ in range(2):
+        engine.add(range(8), group_id="g")
+    assert engine.step().num_new_R.tolist() == [8, 4]
+
+
+def test_members_wait_for_the_prefill_of_their_group():
+    engine = SimulatedEngine(max_tokens_per_step=8, enable_prefix_cache=False)
+    engine.add(range(14), group_id="g")
+    engine.add(range(14), group_id="g")
+    assert engine.step().num_new_R.tolist() == [8]
+    assert engine.step().num_new_R.tolist() == [6, 2]
+    assert engine.admitted == ["r1", "r2"]
+
+
+def test_members_join_a_running_member_after_the_first_one_has_left():
+    engine = SimulatedEngine(max_running_requests=2, enable_prefix_cache=False)
+    engine.add(range(6), group_id="g", max_tokens=1)
+    engine.add(range(6), group_id="g", max_tokens=9)
+    third = engine.add(range(6), group_id="g")
+    engine.run()
+    assert third.num_cached_tokens == 4
+
+
+def test_a_group_takes_one_prompt_only():
+    engine = SimulatedEngine()
+    engine.add([1, 2], group_id="g")
+    with pytest.raises(ValueError, match="'r2' has another prompt than group 'g'"):
+        engine.add([1, 3], group_id="g")
+
+
+def test_a_group_takes_a_seed_only_once_unless_greedy():
+    scheduler = SimulatedEngine().scheduler
+    greedy = SamplingParams(temperature=0.0, seed=7)
+    sampled = SamplingParams(seed=7)
+    scheduler.add(make_live(Request("a", [1], greedy, "greedy"), ()))
+    scheduler.add(make_live(Request("b", [1], greedy, "greedy"), ()))
+    scheduler.add(make_live(Request("c", [1], sampled, "sampled"), ()))
+    with pytest.raises(ValueError, match=r"'d' has seed 7 of request 'c' .* own seed"):
+        scheduler.add(make_live(Request("d", [1], sampled, "sampled"), ()))
+
+
+def test_the_cache_gives_full_pages_and_leaves_the_last_token_to_compute():
+    engine = SimulatedEngine(max_tokens_per_step=100)
+    cached = []
+    for length in range(1, 14):
+        engine.add(range(13), max_tokens=1)
+        engine.run()
+        live = engine.add(range(length), max_tokens=1)
+        engine.run()
+        cached.append(live.num_cached_tokens)
+    assert cached == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12]
+
+
+def test_the_cache_knows_the_completion_too():
+    engine = SimulatedEngine(max_tokens_per_step=100)
+    engine.add(range(5), max_tokens=8)
+    engine.run()
+    turn = engine.finished["r1"]
+    assert len(turn) == 13
+    live = engine.add([*turn, 1, 2])
+    engine.run()
+    assert live.num_cached_tokens == 12
+
+
+def test_a_request_may_keep_out_of_the_cache():
+    engine = SimulatedEngine()
+    engine.add(range(9), use_prefix_cache=False)
+    engine.run()
+    second = engine.add(range(9))
+    engine.run()
+    third = engine.add(range(9), use_prefix_cache=False)
+    engine.run()
+    assert (second.num_cached_tokens, third.num_cached_tokens) == (0, 0)
+
+
+def test_when_pages_run_out_the_latest_admitted_gives_way_and_still_gets_its_tokens():
+    engine = SimulatedEngine(num_pages=7, enable_prefix_cache=False, max_tokens_per_step=100)
+    prompts = [[i] * 4 for i in range(3)]
+    for prompt in prompts:
+        engine.add(prompt, max_tokens=16)
+    engine.run()
+    assert engine.scheduler.num_preemptions > 0
+    assert list(engine.finished) == ["r1", "r2", "r3"]
+    assert engine.finished == {
+        f"r{i + 1}": expected_tokens(prompt, 16) for i, prompt in enumerate(prompts)
+    }
+
+
+def test_a_preempted_request_is_the_first_in_line_again():
+    engine = SimulatedEngine(num_pages=6, max_running_requests=3)
+    first, second = engine.add([1] * 4), engine.add([2] * 4)
+    engine.step()
+    third = engine.add([3] * 4)
+    assert engine.scheduler.running == [first, second]
+    engine.scheduler.preempt(second)
+    assert list(engine.scheduler.waiting) == [second, third]
+
+
+def test_a_page_stays_in_reserve_for_every_running_request():
+    engine = SimulatedEngine(num_pages=4, enable_prefix_cache=False)
+    for i in range(3):
+        engine.add([i] * 4)
+    engine.step()
+    # Two prompts take a page each; the third would leave no room for the next page of both.
+    assert len(engine.scheduler.running) == 2
+
+
+def test_a_new_version_finds_nothing_of_the_old_and_spares_who_decodes():
+    engine = SimulatedEngine(max_tokens_per_step=8)
+    decoding = engine.add(range(6), max_tokens=5, group_id="g")
+    engine.step()
+    prefilling = engine.add(range(20, 40))
+    late = engine.add(range(6), max_tokens=2, group_id="g")
+    engine.step()
+    engine.version = 1
+    engine.scheduler.start_version(1)
+    assert engine.scheduler.running == [decoding]
+    assert decoding.has_stale_pages
+    assert list(engine.scheduler.waiting) == [prefilling, late]
+    engine.run()
+    assert late.num_cached_tokens == 0
+    again = engine.add(range(6), max_tokens=1)
+    engine.run()
+    assert again.num_cached_tokens == 4  # from `late`, written by the new version
+
+
+def test_stale_pages_never_enter_the_cache():
+    engine = SimulatedEngine()
+    engine.add(range(9), max_tokens=8)
+    engine.step()
+    engine.step()
+    engine.scheduler.start_version(1)
+    engine.version = 1
+    engine.run()
+    again = engine.add(range(9))
+    engine.run()
+    assert again.num_cached_tokens == 0
+
+
+def test_pages_of_unsound_numbers_are_not_found_again():
+    engine = SimulatedEngine()
+    live = engine.add(range(6), max_tokens=1)
+    schedule = engine.scheduler.schedule()
+    engine.scheduler.complete(schedule, np.zeros(1, bool))
+    engine.scheduler.finish(live, keep_in_cache=False)
+    again = engine.add(range(6))
+    engine.run()
+    assert again.num_cached_tokens == 0
+
+
+requests = st.tuples(
+    st.just("add"),
+    st.integers(0, 2),  # prompt family: a shared head of tokens
+    st.integers(1, 20),  # prompt length
+    st.integers(1, 12),  # max_tokens
+    st.sampled_from([None, "g"]),
+    st.booleans(),
+)
+events = st.one_of(
+    requests,
+    st.tuples(st.just("step"), st.integers(1, 6)),
+    st.tuples(st.just("abort"), st.integers(0, 7)),
+    st.tuples(st.just("commit"), st.booleans()),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(events, max_size=25),
+    st.integers(8, 20),
+    st.integers(1, 24),
+    st.integers(1, 5),
+    st.booleans(),
+)
+def test_any_history_reads_its_own_keys_and_ends_with_the_right_tokens(
+    history, num_pages, budget, max_running, use_cache
+):
+    engine = SimulatedEngine(
+        num_pages=num_pages,
+        max_tokens_per_step=budget,
+        max_running_requests=max_running,
+        enable_prefix_cache=use_cache,
+    )
+    asked: dict[str, tuple[list[int], int]] = {}
+    for event in history:
+        if event[0] == "add":
+            _, family, length, max_tokens, group, caches = event
+            prompt = [family] * length
+            group_id = None if group is None else f"{family}-{length}"
+            live = engine.add(
+                prompt, max_tokens=max_tokens, group_id=group_id, use_prefix_cache=caches
+            )
+            asked[live.request_id] = (prompt, max_tokens)
+        elif event[0] == "step":
+            for _ in range(event[1]):
+                engine.step()
+        elif event[0] == "abort":
+            everyone = [*engine.scheduler.running, *engine.scheduler.waiting]
+            if everyone:
+                live = everyone[event[1] % len(everyone)]
+                engine.scheduler.finish(live)
+                del asked[live.request_id]
+        else:
+            if event[1]:
+                engine.scheduler.preempt_all()
+            engine.version += 1
+            engine.scheduler.start_version(engine.version)
+        engine.scheduler.check()
+    engine.run()
+    assert engine.finished == {
+        name: expected_tokens(prompt, max_tokens) for name, (prompt, max_tokens) in asked.items()
+    }
+    assert engine.scheduler.pool.num_owned == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(requests, min_size=2, max_size=12), st.integers(8, 24))
+def test_requests_are_first_admitted_in_the_order_they_were_added(adds, budget):
+    engine = SimulatedEngine(num_pages=12, max_tokens_per_step=budget)
+    for _, family, length, max_tokens, group, caches in adds:
+        group_id = None if group is None else f"{family}-{length}"
+        engine.add(
+            [family] * length, max_tokens=max_tokens, group_id=group_id, use_prefix_cache=caches
+        )
+    engine.run()
+    first = list(dict.fromkeys(engine.admitted))
+    assert first == [f"r{i + 1}" for i in range(len(adds))]

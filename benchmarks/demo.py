@@ -1,6 +1,6 @@
 """The demo as a benchmark: wall time, peak memory, held-out accuracy before and after, one record a seed.
 
-    python -m benchmarks.demo --seeds 0 1 2
+python -m benchmarks.demo --seeds 0 1 2
 """
 
 from __future__ import annotations

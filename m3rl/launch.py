@@ -1,4 +1,7 @@
-"""Trainer ranks as Ray actors: started, addressed by rank, ended. The work itself is `train_rank.TrainRank`."""
+"""Trainer ranks as Ray actors: started, addressed by rank, ended.
+
+The work itself is `train_rank.TrainRank`; its end of a weight sync is `weight_sync.send.Sender`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from m3rl.rollout.placement import put, worker_options
 from m3rl.train_rank import RankSettings, TrainRank
+from m3rl.weight_sync.send import Sender
 
 
 class RankProcess:
@@ -21,6 +25,7 @@ class RankProcess:
 
         torch.set_num_threads(num_threads)
         self._rank: TrainRank | None = None
+        self._sender: Sender | None = None
 
     def address(self) -> str:
         """host:port on this node that is free now, for the ranks to meet at."""
@@ -33,8 +38,15 @@ class RankProcess:
         self._rank = TrainRank(settings, rank, world_size, f"tcp://{address}")
 
     def call(self, method: str, *args: Any) -> Any:
+        """A method of the rank, or of its sender when the name begins with `sync_`."""
         assert self._rank is not None, "build() comes before call()"
-        return getattr(self._rank, method)(*args)
+        if not method.startswith("sync_"):
+            return getattr(self._rank, method)(*args)
+        if self._sender is None:
+            self._sender = Sender(
+                self._rank.rank, self._rank.weight_layout(), self._rank.wire_tensor
+            )
+        return getattr(self._sender, method)(*args)
 
 
 class TrainerRanks:

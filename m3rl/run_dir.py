@@ -1,6 +1,6 @@
 """The run directory: whose it is, what it already holds, and whether this configuration may go on with it.
 
-    runs/<name>/config.yaml  metrics.jsonl  evals.jsonl  run.log  rollouts/  checkpoints/  wandb/
+runs/<name>/config.yaml  metrics.jsonl  evals.jsonl  run.log  rollouts/  checkpoints/  wandb/
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ MODEL_FILES = (
 class RunDirectory:
     """Open (and locked) for one process at a time; use as a context manager."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, purpose: str) -> None:
         """
+        Args:
+            purpose: the command that owns the directory, 'train', 'rollout' or 'sft'.
+
         Raises:
-            ConfigError: the directory was made by another configuration (says what differs), or another process
-                is running in it.
+            ConfigError: the directory belongs to another command or configuration (says what differs), or another
+                process is running in it.
         """
         self.path = Path(config.run.dir)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -51,7 +54,7 @@ class RunDirectory:
         self._log_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logging.getLogger("m3rl").addHandler(self._log_handler)
         try:
-            self._claim(config)
+            self._claim(config, purpose)
         except BaseException:
             self.close()
             raise
@@ -100,7 +103,13 @@ class RunDirectory:
                 return record
         return None
 
-    def _claim(self, config: Config) -> None:
+    def _claim(self, config: Config, purpose: str) -> None:
+        owner = self.path / "command"
+        if owner.exists() and owner.read_text() != purpose:
+            raise ConfigError(
+                f"run.dir={self.path} belongs to `m3rl {owner.read_text()}`; "
+                f"give `m3rl {purpose}` a directory of its own with run.dir=..."
+            )
         stored = self.path / "config.yaml"
         if stored.exists():
             differences = config.differences(Config.load(stored, []))
@@ -114,6 +123,7 @@ class RunDirectory:
         temporary = stored.with_suffix(".yaml.tmp")
         temporary.write_text(config.resolved_yaml())
         temporary.replace(stored)
+        owner.write_text(purpose)
 
 
 def model_files(path: str | Path) -> dict[str, bytes]:

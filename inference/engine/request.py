@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from inference.config import EngineConfig, ModelConfig
+
 if TYPE_CHECKING:
     from inference.engine.scheduler import Group
     from inference.engine.stop import StopMatcher
@@ -206,3 +208,38 @@ def make_live(request: Request, eos_token_ids: Sequence[int]) -> LiveRequest:
         logprobs=np.zeros(len(request.prompt_ids), np.float32),
         raw_logprobs=np.zeros(len(request.prompt_ids), np.float32),
     )
+
+
+def check_request(
+    request: Request, model: ModelConfig, config: EngineConfig, *, has_text: bool
+) -> None:
+    """Raise ValueError when the engine could never serve `request`. `config` is resolved."""
+    name, ids, params = f"request {request.request_id!r}", request.prompt_ids, request.params
+    highest = max(int(ids.max()), *params.stop_token_ids, 0)
+    if highest >= model.vocab_size:
+        raise ValueError(
+            f"{name}: token id {highest} is outside the vocabulary of {model.vocab_size}"
+        )
+    assert config.max_model_len is not None, "EngineConfig.resolve fills it in"
+    total = len(ids) + params.max_tokens
+    if total > config.max_model_len:
+        raise ValueError(
+            f"{name}: a prompt of {len(ids)} tokens and max_tokens={params.max_tokens} make "
+            f"{total}, above max_model_len={config.max_model_len} (num_pages={config.num_pages} of "
+            f"{config.page_size} tokens, max_position_embeddings="
+            f"{model.max_position_embeddings}); shorten the request or raise the limit"
+        )
+    if params.stop and not has_text:
+        raise ValueError(
+            f"{name}: stop={params.stop} needs a tokenizer; give one to the engine, or use "
+            "stop_token_ids"
+        )
+    for asked, has, option in (
+        (params.routing, config.capture_routing, "capture_routing"),
+        (params.blocks, config.capture_blocks, "capture_blocks"),
+    ):
+        if asked and not has:
+            raise ValueError(
+                f"{name} asks for what the engine does not record; "
+                f"make the engine with {option}=True"
+            )

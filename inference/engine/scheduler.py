@@ -124,10 +124,14 @@ class Scheduler:
             rows.add_page(short, self.pool.allocate(len(short)))
 
     def _plan_running(self, budget: int) -> int:
-        """Decodes always run; prefills go on in order of admission within the token budget."""
+        """Decodes first, then prefills go on in order of admission; returns the tokens left.
+
+        Every running request had a token of the budget when it was admitted, so all decodes fit.
+        """
         rows, order = self.rows, self._order
         remaining = rows.num_tokens[order] - rows.num_computed[order]
         rows.num_planned[order[remaining == 1]] = 1
+        budget -= int((remaining == 1).sum())
         for row in order[remaining > 1].tolist():
             chunk = min(budget, int(rows.num_tokens[row] - rows.num_computed[row]))
             rows.num_planned[row] = chunk

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from inference.kernels.paging import PagedBatch
 
-# Most query-key pairs of one tile; with 64 heads the logits of a tile then take 64 MiB.
-MAX_TILE_PAIRS = 1 << 18
+# Most query-key pairs of one tile: at M3's size its keys take 128 MiB, its logits 16 MiB.
+MAX_TILE_PAIRS = 1 << 16
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class QueryTile:
     tokens_RQ: Tensor
     """int64: place of each query token in the packed batch."""
     num_keys_RQ: Tensor
-    """int64: how many keys each query sees, itself included; 0 for a padding row."""
+    """int64: how many keys each query sees, itself included."""
     page_ids_RN: Tensor
     """int64: physical pages; where the request has none, page 0, which no query sees there."""
     is_visible_RQS: Tensor
@@ -38,16 +38,19 @@ class QueryTile:
 
 
 def query_tiles(batch: PagedBatch) -> Iterator[QueryTile]:
-    """Cover every request of `batch` once; tokens beyond the last request belong to no tile."""
+    """Cover every real query token of `batch` once.
+
+    Padding belongs to no tile: rows with `seq_len_R` 0 and tokens beyond the last request.
+    """
     starts = batch.query_start_R1.tolist()
     seq_lens = batch.seq_len_R.tolist()
     rows_by_query_len: dict[int, list[int]] = {}
     for row, (start, stop) in enumerate(pairwise(starts)):
-        if stop > start:
+        if stop > start and seq_lens[row] > 0:
             rows_by_query_len.setdefault(stop - start, []).append(row)
     for query_len, rows in rows_by_query_len.items():
         num_pages = -(-max(seq_lens[row] for row in rows) // batch.page_size)
-        num_keys = max(1, num_pages * batch.page_size)
+        num_keys = num_pages * batch.page_size
         tile_len = min(query_len, max(1, MAX_TILE_PAIRS // num_keys))
         tile_rows = max(1, MAX_TILE_PAIRS // (num_keys * tile_len))
         for first in range(0, len(rows), tile_rows):

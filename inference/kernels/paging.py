@@ -1,10 +1,11 @@
 """How kernels see a batch of requests over paged memory.
 
-A page holds `page_size` tokens; a slot is `page * page_size + offset`. With `page_size == index_block_size`
-logical block b of a request is page `page_table[r, b]`.
+A page holds `page_size` tokens; a slot is `page * page_size + offset`. With
+`page_size == index_block_size` logical block b of a request is page `page_table[r, b]`.
 
-Suffixes: `T` tokens packed over requests · `R` requests · `N` logical pages of a request · `H` query heads ·
-`K` KV heads · `D` head dim · `C` hidden · `E` experts · `A` experts per token · `V` vocabulary.
+Suffixes: `T` tokens packed over requests · `R` requests · `N` logical pages of a request ·
+`H` query heads · `K` KV heads · `D` head dim · `C` hidden · `E` experts · `A` experts per token ·
+`V` vocabulary.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from torch import Tensor
 class PagedBatch:
     """The tokens of one engine step and where their keys live.
 
-    Requests with one query token (decodes) come first, then prefill chunks. Rows of `page_table` are padded with -1.
+    Requests with one query token (decodes) come first, then prefill chunks. Rows of `page_table` are
+    padded with -1.
     """
 
     positions_T: Tensor

@@ -123,9 +123,8 @@ def runtime_placement(config: ModelConfig) -> dict[str, Placement]:
     """
     D, Di = config.head_dim, config.index_head_dim
     q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
-    qkv = "self_attn.qkv_proj.weight"
-    rows = _stacked(
-        qkv,
+    places = _stacked(
+        "self_attn.qkv_proj.weight",
         {
             "self_attn.q_proj.weight": q,
             "self_attn.k_proj.weight": kv,
@@ -134,15 +133,11 @@ def runtime_placement(config: ModelConfig) -> dict[str, Placement]:
             "self_attn.index_k_proj.weight": Di,
         },
     )
-    moe = "block_sparse_moe"
-    rows |= _gate_up("mlp", "mlp", config.dense_intermediate_size)
-    rows |= _gate_up(
-        f"{moe}.shared_experts", f"{moe}.shared_experts", config.shared_intermediate_size
-    )
-    rows |= _experts(config, f"{moe}.experts.w13", f"{moe}.experts.w2")
+    places |= _mlps(config)
+    places |= _experts(config, "mlp.experts.w13", "mlp.experts.w2")
+    places["block_sparse_moe.e_score_correction_bias"] = Placement("mlp.e_score_correction_bias")
     return {
-        spec.name: _placed(spec, rows, {}, drop_prefix="model.")
-        for spec in published_tensors(config)
+        spec.name: _placed(spec, places, drop_prefix="model.") for spec in published_tensors(config)
     }
 
 
@@ -151,18 +146,15 @@ def transformers_placement(config: ModelConfig) -> dict[str, Placement]:
 
     `e_score_correction_bias` is a buffer there: a loop over `named_parameters()` misses it.
     """
-    attention, moe = "self_attn", "block_sparse_moe"
-    renamed = {
-        f"{attention}.index_{kind}.weight": f"{attention}.indexer.{kind}.weight"
+    places = {
+        f"self_attn.index_{kind}.weight": Placement(f"self_attn.indexer.{kind}.weight")
         for kind in ("q_proj", "k_proj", "q_norm", "k_norm")
     }
-    renamed[f"{moe}.gate.weight"] = "mlp.gate.weight"
-    renamed[f"{moe}.e_score_correction_bias"] = "mlp.gate.e_score_correction_bias"
-    renamed[f"{moe}.shared_experts.down_proj.weight"] = "mlp.shared_experts.down_proj.weight"
-    rows = _gate_up("mlp", "mlp", config.dense_intermediate_size)
-    rows |= _gate_up(f"{moe}.shared_experts", "mlp.shared_experts", config.shared_intermediate_size)
-    rows |= _experts(config, "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-    return {spec.name: _placed(spec, rows, renamed) for spec in published_tensors(config)}
+    places |= _mlps(config)
+    places |= _experts(config, "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    bias = "e_score_correction_bias"
+    places[f"block_sparse_moe.{bias}"] = Placement(f"mlp.gate.{bias}")
+    return {spec.name: _placed(spec, places) for spec in published_tensors(config)}
 
 
 def _stacked(param: str, sizes: Mapping[str, int]) -> dict[str, Placement]:
@@ -174,9 +166,22 @@ def _stacked(param: str, sizes: Mapping[str, int]) -> dict[str, Placement]:
     return places
 
 
-def _gate_up(published: str, module: str, width: int) -> dict[str, Placement]:
-    names = (f"{published}.gate_proj.weight", f"{published}.up_proj.weight")
-    return _stacked(f"{module}.gate_up_proj.weight", dict.fromkeys(names, width))
+def _mlps(config: ModelConfig) -> dict[str, Placement]:
+    """Dense MLP, shared expert and router weight, which both models keep under `mlp`."""
+    places: dict[str, Placement] = {}
+    for published, module, width in (
+        ("mlp", "mlp", config.dense_intermediate_size),
+        (
+            "block_sparse_moe.shared_experts",
+            "mlp.shared_experts",
+            config.shared_intermediate_size,
+        ),
+    ):
+        gate_up = (f"{published}.gate_proj.weight", f"{published}.up_proj.weight")
+        places |= _stacked(f"{module}.gate_up_proj.weight", dict.fromkeys(gate_up, width))
+        places[f"{published}.down_proj.weight"] = Placement(f"{module}.down_proj.weight")
+    places["block_sparse_moe.gate.weight"] = Placement("mlp.gate.weight")
+    return places
 
 
 def _experts(config: ModelConfig, w13: str, w2: str) -> dict[str, Placement]:
@@ -189,18 +194,13 @@ def _experts(config: ModelConfig, w13: str, w2: str) -> dict[str, Placement]:
     return places
 
 
-def _placed(
-    spec: TensorSpec,
-    rows: Mapping[str, Placement],
-    renamed: Mapping[str, str],
-    drop_prefix: str = "",
-) -> Placement:
-    """Where `spec` lives, from the places of names inside a layer; other names stay themselves."""
+def _placed(spec: TensorSpec, places: Mapping[str, Placement], drop_prefix: str = "") -> Placement:
+    """Where `spec` lives, given the places of names inside a layer; other names stay themselves."""
     head, inner = "", spec.name
     if spec.bucket.startswith("layer."):
         _, _, layer, inner = spec.name.split(".", 3)
         head = f"model.layers.{layer}."
-    place = rows.get(inner, Placement(renamed.get(inner, inner)))
+    place = places.get(inner, Placement(inner))
     return Placement((head + place.param).removeprefix(drop_prefix), place.index)
 
 

@@ -133,19 +133,13 @@ def _checked(group: Group) -> Iterable[Completion]:
 def batch_metrics(
     groups: Sequence[Group], batch: TrainBatch, *, advantage: AdvantageKind
 ) -> dict[str, float]:
-    """Statistics of completions (`gen/*`), advantages (`adv/*`) and what the batch kept (`data/*`).
-
-    Lengths speak about the completions as generated, in tokens, whatever the loss masks say. Keys
-    whose statistic does not exist (no finished completion, no scored group) are absent.
-    """
-    metrics = _generation_metrics(
-        [c for g in groups for c in g.completions if c.finish_reason in ("stop", "length")]
-    )
+    """Statistics of advantages (`adv/*`; absent without a scored group) and of what `batch` kept."""
+    metrics: dict[str, float] = {}
     with_advantages = _with_advantages(groups, advantage)
     is_flat = {c.prompt_ordinal: flat for c, _, flat in with_advantages}
     if with_advantages:
         values = np.asarray([value for _, value, _ in with_advantages])
-        metrics |= {
+        metrics = {
             "adv/mean": float(values.mean()),
             "adv/std": float(values.std()),
             "adv/min": float(values.min()),
@@ -161,29 +155,6 @@ def batch_metrics(
         "data/train_rows": float(len(batch.sample_ids)),
         "data/loss_tokens": batch.denominator,
     }
-
-
-def _generation_metrics(completions: list[Completion]) -> dict[str, float]:
-    if not completions:
-        return {}
-    length_B = np.asarray([len(c.completion_ids) for c in completions])
-    is_stopped_B = np.asarray([c.finish_reason == "stop" for c in completions])
-    metrics = {
-        "gen/response_len_mean": float(length_B.mean()),
-        "gen/response_len_min": float(length_B.min()),
-        "gen/response_len_p50": float(np.percentile(length_B, 50)),
-        "gen/response_len_p95": float(np.percentile(length_B, 95)),
-        "gen/response_len_max": float(length_B.max()),
-        "gen/stop_frac": float(is_stopped_B.mean()),
-        "gen/truncated_frac": float(1 - is_stopped_B.mean()),
-        # A stopped completion ends with its stop token.
-        "gen/empty_frac": float(np.mean(length_B - is_stopped_B <= 0)),
-        "gen/prompt_len_mean": float(np.mean([len(c.prompt_ids) for c in completions])),
-        "gen/turns_mean": float(np.mean([len(c.turn_starts) for c in completions])),
-    }
-    if is_stopped_B.any():
-        metrics["gen/finished_len_mean"] = float(length_B[is_stopped_B].mean())
-    return metrics
 
 
 def split_minibatches(num_rows: int, num_updates: int) -> list[np.ndarray]:
@@ -211,6 +182,24 @@ def shard_rows(rows: np.ndarray, length_B: np.ndarray, num_ranks: int) -> list[n
         shards[rank].append(row)
         tokens[rank] += int(length_B[row])
     return [np.asarray(sorted(shard), np.int64) for shard in shards]
+
+
+def sharding_metrics(
+    minibatches: Sequence[np.ndarray], length_B: np.ndarray, num_ranks: int, max_tokens: int
+) -> dict[str, float]:
+    """`perf/padding_frac` of all micro-batches, `perf/seqlen_imbalance`: busiest rank over mean."""
+    padded, tokens_R = 0, np.zeros(num_ranks)
+    for rows in minibatches:
+        for rank, shard in enumerate(shard_rows(rows, length_B, num_ranks)):
+            tokens_R[rank] += length_B[shard].sum()
+            for micro in micro_batches(shard, length_B, max_tokens):
+                padded += len(micro) * int(length_B[micro].max())
+    if not padded:
+        return {}
+    return {
+        "perf/padding_frac": float(1 - tokens_R.sum() / padded),
+        "perf/seqlen_imbalance": float(tokens_R.max() / tokens_R.mean()),
+    }
 
 
 def micro_batches(rows: np.ndarray, length_B: np.ndarray, max_tokens: int) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of given tokens without ever holding the logits of all of them."""
+"""Log-probabilities and entropies of given tokens, never holding the logits of all of them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ class _TokenLogprobs(Function):
                 grad_hidden[part] = (grad_tV @ head).to(grad_hidden.dtype)
             if grad_head is not None:
                 grad_head.addmm_(grad_tV.T, hidden_tC)
-        return grad_hidden, None if grad_head is None else grad_head.to(head_VC.dtype), *[None] * 3
+        if grad_head is not None:
+            grad_head = grad_head.to(head_VC.dtype)
+        return grad_hidden, grad_head, None, None, None
 
 
 def _chunks(total: int, size: int) -> list[slice]:

@@ -1,4 +1,4 @@
-"""GRPO's token loss and the numbers that describe it: pure functions of per-token log-probabilities.
+"""GRPO's token loss and what describes it: pure functions of per-token log-probabilities.
 
 Three policies, on the tokens the rollout sampled (`T`, all rows of a micro-batch flattened):
 μ sampled them (recorded by the engine), π_old is what the clip compares with, π is being trained.
@@ -7,8 +7,8 @@ Three policies, on the tokens the rollout sampled (`T`, all rows of a micro-batc
     ρ = π_old / μ                   how far trainer and engine disagree at the same weights
     l = -f(ρ) · min(r·A, clip(r, 1-low, 1+high)·A) + β·KL(π, π_ref)
 
-With π_old = μ ("behaviour") ρ is exactly 1 and the correction f does nothing; the ratio r then carries
-the mismatch, and correcting for it again would count it twice.
+With π_old = μ ("behaviour") ρ is exactly 1 and the correction f does nothing; the ratio r then
+carries the mismatch, and correcting for it again would count it twice.
 """
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ class LossSettings:
             raise ValueError(f"clip_low={self.clip_low} must be above 0 and at most 1")
         if self.clip_high <= 0:
             raise ValueError(f"clip_high={self.clip_high} must be above 0")
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            raise ValueError(
-                f"dual_clip={self.dual_clip} must exceed 1 + clip_high = {1 + self.clip_high}"
-            )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"dual_clip={self.dual_clip} must be above 1")
         if self.kl_coef < 0:
             raise ValueError(f"kl.coef={self.kl_coef} must not be negative")
         if self.kl_estimator not in KL_ESTIMATORS:
@@ -82,7 +80,7 @@ class LossOutput:
     loss: Tensor
     """Scalar: summed token losses over the global denominator. Sum over micro-batches and ranks."""
     sums: dict[str, Tensor]
-    """Detached metrics, divided by the denominator already: SUM them over micro-batches and ranks."""
+    """Detached metrics over the same denominator: SUM them over micro-batches and ranks."""
     maxima: dict[str, Tensor]
     """Detached metrics to be reduced by MAX."""
 

@@ -22,7 +22,7 @@ def mismatch_metrics(
         cap: C of truncated importance sampling, or None: `is_truncated_frac` is then absent.
 
     Returns:
-        Plain floats; empty when there is no token. `pearson` is absent when either side is constant.
+        Floats; none when there is no token. `pearson` is absent when either side is constant.
     """
     if len(trainer_logprobs_T) == 0:
         return {}

@@ -87,6 +87,9 @@ class GenerationBackend(Protocol):
     def load(self, path: str, version: int) -> None:
         """Every replica reads a checkpoint from disk (collecting and evaluating without a trainer)."""
 
+    def drop(self, replica: int) -> None:
+        """End one replica for good (or until `restart`); the others take its share."""
+
     def restart(self, replica: int) -> None:
         """Replace a lost replica by a fresh one without weights; it must be synced before it serves."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -46,7 +47,16 @@ class CollectStats:
     worker_restarts: int = 0
     failed_samples: int = 0
     dropped_groups: int = 0
+    reward_s: float = 0.0
     failures: dict[int, str] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "fault/requeued_samples": float(self.requeued_samples),
+            "fault/worker_restarts": float(self.worker_restarts),
+            "fault/failed_samples": float(self.failed_samples),
+            "data/dropped_groups": float(self.dropped_groups),
+        }
 
 
 def sample_seed(run_seed: int, prompt_ordinal: int, sample_index: int, turn: int = 0) -> int:
@@ -104,7 +114,9 @@ class Collector:
         ]
         usable = [c for c in completions if c.finish_reason in ("stop", "length")]
         stats.failed_samples = len(completions) - len(usable)
+        begin = time.perf_counter()
         self._score([(by_ordinal[c.prompt_ordinal], c) for c in usable])
+        stats.reward_s = time.perf_counter() - begin
         groups = [
             Group(prompt, [c for c in usable if c.prompt_ordinal == prompt.ordinal])
             for prompt in prompts

@@ -67,40 +67,23 @@ class M3Replica:
         )
         self._waiting: dict[str, Future[RequestOutput]] = {}
         self._receiver: Receiver | None = None
-        self._paused = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Generated]:
         """Submit all requests before the next step and wait for all of them, in order."""
-        futures = self._run(lambda: [self._submit(request) for request in requests])
+        futures = self._run(lambda: self._submit_all(requests))
         return [_generated(future.result()) for future in futures]
 
     def abort(self, request_ids: Sequence[str]) -> int:
-        def command() -> int:
-            known = self.engine.abort(list(request_ids))
-            self._deliver(self.engine.step() if self.engine.has_work and not self._paused else [])
-            return known
-
-        return self._run(command)
+        return self._run(lambda: self.engine.abort(request_ids))
 
     def pause(self, mode: PauseMode) -> None:
-        def command() -> None:
-            if mode == "drain":
-                while self.engine.has_work:
-                    self._deliver(self.engine.step())
-            self.engine.pause(mode)
-            self._paused = True
-
-        self._run(command)
+        self._run(lambda: self.engine.pause(mode))
 
     def resume(self) -> None:
-        def command() -> None:
-            self.engine.resume()
-            self._paused = False
-
-        self._run(command)
+        self._run(self.engine.resume)
 
     def weight_layout(self) -> list[TensorSlot]:
         return [
@@ -135,6 +118,20 @@ class M3Replica:
             "version": self.engine.version,
             "failure": repr(self._failure) if self._failure is not None else "",
         }
+
+    def _submit_all(self, requests: Sequence[GenerationRequest]) -> list[Future[RequestOutput]]:
+        """All or none: when one is refused, those before it are taken back."""
+        futures: list[Future[RequestOutput]] = []
+        try:
+            for request in requests:
+                futures.append(self._submit(request))
+        except Exception:
+            taken = [request.request_id for request in requests[: len(futures)]]
+            self.engine.abort(taken)
+            for request_id in taken:
+                del self._waiting[request_id]
+            raise
+        return futures
 
     def _submit(self, request: GenerationRequest) -> Future[RequestOutput]:
         from inference.engine.request import Request, SamplingParams
@@ -174,10 +171,9 @@ class M3Replica:
     def _serve(self) -> None:
         try:
             while True:
-                can_step = self.engine.has_work and not self._paused
-                if not self._run_commands(wait=not can_step):
+                if not self._run_commands(wait=not self.engine.has_work):
                     return
-                if self.engine.has_work and not self._paused:
+                if self.engine.has_work:
                     self._deliver(self.engine.step())
         except BaseException as error:  # outermost loop of the engine thread: hand the fault on
             self._failure = error
@@ -202,7 +198,9 @@ class M3Replica:
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
-            self._waiting.pop(output.request_id).set_result(output)
+            future = self._waiting.pop(output.request_id, None)
+            if future is not None:  # None: taken back by _submit_all
+                future.set_result(output)
 
     def _fail_all(self, error: BaseException) -> None:
         for future in self._waiting.values():
@@ -247,7 +245,10 @@ class _RemoteReceiver:
 
 
 class M3Backend:
-    """A pool of `num_replicas` engines, each a Ray actor with its own resources."""
+    """A pool of `num_replicas` engines, each a Ray actor with its own resources.
+
+    The constructor returns while the processes still start; `wait_started` ends that.
+    """
 
     def __init__(
         self,
@@ -263,10 +264,15 @@ class M3Backend:
         self._start_timeout_s = start_timeout_s
         options = worker_options(settings.num_threads, num_gpus, max_concurrency=8)
         self._factory = ray.remote(replica_class).options(**options)
-        self._actors: list[Any] = [None] * num_replicas
-        for replica in range(num_replicas):
-            self._actors[replica] = self._factory.remote(settings)
-        self._await_start(range(num_replicas))
+        self._actors: list[Any] = [self._factory.remote(settings) for _ in range(num_replicas)]
+
+    def wait_started(self) -> None:
+        """Return when every replica process answers.
+
+        Raises:
+            BackendError: one could not start (says why) or did not in time.
+        """
+        self._await_start(self.alive)
 
     def actor(self, replica: int) -> Any:
         actor = self._actors[replica]
@@ -328,8 +334,13 @@ class M3Backend:
     def load(self, path: str, version: int) -> None:
         ray.get([self.actor(r).load.remote(path, version) for r in self.alive])
 
+    def drop(self, replica: int) -> None:
+        if self._actors[replica] is not None:
+            ray.kill(self._actors[replica])
+            self._actors[replica] = None
+
     def restart(self, replica: int) -> None:
-        self._kill(replica)
+        self.drop(replica)
         self._actors[replica] = self._factory.remote(self._settings)
         self._await_start([replica])
 
@@ -345,7 +356,7 @@ class M3Backend:
 
     def close(self) -> None:
         for replica in self.alive:
-            self._kill(replica)
+            self.drop(replica)
 
     def _health(self, replica: int, timeout_s: float) -> ReplicaHealth:
         if self._actors[replica] is None:
@@ -383,12 +394,7 @@ class M3Backend:
         logger.error("replica %d is given up: %s", replica, reason)
         outcome.failures[replica] = reason
         outcome.lost.extend(share)
-        self._kill(replica)
-
-    def _kill(self, replica: int) -> None:
-        if self._actors[replica] is not None:
-            ray.kill(self._actors[replica])
-            self._actors[replica] = None
+        self.drop(replica)
 
 
 def _cause(error: BaseException) -> str:

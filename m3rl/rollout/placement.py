@@ -64,6 +64,11 @@ def worker_options(num_threads: int, num_gpus: int = 0, **extra: Any) -> dict[st
     }
 
 
+def node_address() -> str:
+    """Address of this machine that all workers of the cluster can reach."""
+    return str(ray.util.get_node_ip_address())
+
+
 def put(value: Any) -> Any:
     """Place a value once in the object store, for several workers to read."""
     return ray.put(value)

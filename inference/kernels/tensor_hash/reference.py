@@ -13,8 +13,8 @@ from torch import Tensor
 from inference.kernels.mix64 import GOLDEN, as_int64, mix64
 
 MASK64 = (1 << 64) - 1
-# Elements hashed at a time: about six int64 temporaries of 8 MiB.
-MAX_ELEMENTS = 1 << 20
+# Elements hashed at a time: temporaries of half a MiB stay in the cache.
+MAX_ELEMENTS = 1 << 16
 
 _BITS = {
     torch.float32: (torch.int32, 0xFFFFFFFF),
@@ -62,25 +62,26 @@ def _global_places(
     rest = torch.arange(_product(local_shape), device=device)
     place = torch.zeros_like(rest)
     stride = 1
-    for size, offset, global_size in reversed(_fold(local_shape, offsets, shape)):
+    (_, first_offset, _), *inner = _fold(local_shape, offsets, shape)
+    for size, offset, global_size in reversed(inner):
         place += (rest % size + offset) * stride
         rest = rest // size
         stride *= global_size
-    return place
+    return place + (rest + first_offset) * stride
 
 
 def _fold(
     local_shape: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]
 ) -> list[tuple[int, int, int]]:
     """Join each dimension held whole to the one before it: fewer divisions, the same places."""
-    folded: list[tuple[int, int, int]] = [(1, 0, 1)]
+    folded: list[tuple[int, int, int]] = []
     for size, offset, global_size in zip(local_shape, offsets, shape, strict=True):
-        if size == global_size:
+        if folded and size == global_size:
             before = folded.pop()
             folded.append((before[0] * size, before[1] * size, before[2] * size))
         else:
             folded.append((size, offset, global_size))
-    return folded
+    return folded or [(1, 0, 1)]
 
 
 def _product(sizes: tuple[int, ...]) -> int:

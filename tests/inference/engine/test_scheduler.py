@@ -27,6 +27,7 @@ class SimulatedEngine:
             "max_tokens_per_step": 8,
             "enable_prefix_cache": True,
         }
+        self.max_tokens_per_step = (defaults | options)["max_tokens_per_step"]
         self.scheduler = Scheduler(**(defaults | options))
         self.version = 0
         self.scheduler.start_version(0)
@@ -47,6 +48,10 @@ class SimulatedEngine:
     def step(self) -> Schedule | None:
         before = {live.request_id for live in self.scheduler.running}
         schedule = self.scheduler.schedule()
+        if schedule is not None:
+            assert schedule.num_new_R.sum() <= self.max_tokens_per_step
+            assert (schedule.num_new_R[: schedule.num_decodes] == 1).all()
+            assert (schedule.num_new_R[schedule.num_decodes :] > 1).all()
         self.admitted += [
             live.request_id for live in self.scheduler.running if live.request_id not in before
         ]
@@ -124,13 +129,13 @@ def test_a_long_prompt_is_cut_into_chunks_of_the_budget():
     assert [engine.step().num_new_R.tolist() for _ in range(4)] == [[8], [8], [3], [1]]
 
 
-def test_decodes_come_first_and_do_not_use_up_the_prefill_budget():
+def test_decodes_come_first_and_prefills_take_the_rest_of_the_budget():
     engine = SimulatedEngine(max_tokens_per_step=8)
     engine.add(range(3))
     engine.step()
     engine.add(range(20))
     schedule = engine.step()
-    assert schedule.num_new_R.tolist() == [1, 8]
+    assert schedule.num_new_R.tolist() == [1, 7]
     assert schedule.num_decodes == 1
     assert schedule.is_last_R.tolist() == [True, False]
 

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from m3rl.completion_metrics import completion_metrics
 from m3rl.grpo.batch import (
     batch_metrics,
     build_batch,
@@ -157,7 +158,8 @@ def test_length_statistics_do_not_read_the_masked_copy(with_tool_mask):
         ],
     )
     batch = build([group], truncated="mask")
-    metrics = batch_metrics([group], batch, advantage="grpo")
+    metrics = completion_metrics([group], version=0)
+    metrics |= batch_metrics([group], batch, advantage="grpo")
     assert metrics["gen/response_len_min"] == 4
     assert metrics["gen/response_len_max"] == 8
     assert metrics["gen/response_len_mean"] == 6

@@ -1,0 +1,344 @@
+"""The engine: requests in, finished requests out, weights replaced in between.
+
+One thread owns an engine. Its policy versions are those of `loading.py`; the life of a request is
+drawn in `scheduler.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference.config import EngineConfig, ModelConfig
+from inference.engine.batch import build_batch
+from inference.engine.coverage import Bounds, WeightSlot
+from inference.engine.loading import EngineStateError, WeightLoader, WeightState
+from inference.engine.outputs import make_output
+from inference.engine.request import (
+    FinishReason,
+    LiveRequest,
+    Request,
+    RequestOutput,
+    check_request,
+    make_live,
+)
+from inference.engine.sampler import Sampled, sample
+from inference.engine.scheduler import Schedule, Scheduler
+from inference.engine.stats import Counters
+from inference.engine.stop import StopMatcher
+from inference.engine.worker import Worker
+from inference.models.weights import read_checkpoint
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+PauseMode = Literal["drain", "keep", "recompute"]
+
+
+class Engine:
+    """Continuous batching over paged memory, one policy version at a time.
+
+    The weights are empty at first: nothing is accepted until a version is committed. The same
+    requests added in the same order to an engine in the same state give the same bits.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        engine_config: EngineConfig | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        """`tokenizer`: of `tokenizers`, or a fast one of transformers; only needed for text."""
+        self.config = config
+        self.engine_config = (engine_config or EngineConfig()).resolve(config)
+        self.tokenizer: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        assert self.engine_config.page_size is not None, "resolve fills in the page size"
+        self._worker = Worker(config, self.engine_config)
+        self._scheduler = Scheduler(
+            num_pages=self.engine_config.num_pages,
+            page_size=self.engine_config.page_size,
+            max_running_requests=self.engine_config.max_running_requests,
+            max_tokens_per_step=self.engine_config.max_tokens_per_step,
+            enable_prefix_cache=self.engine_config.enable_prefix_cache,
+        )
+        self._weights = WeightLoader(self._worker)
+        self._live: dict[str, LiveRequest] = {}
+        self._held: list[RequestOutput] = []
+        """Outputs made between steps (aborts, a drain); the next step returns them."""
+        self._paused: PauseMode | None = None
+        self._counters = Counters()
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, engine_config: EngineConfig | None = None, *, version: int = 0
+    ) -> Engine:
+        """An engine with the weights of a published checkpoint, and its tokenizer if there is one.
+
+        Raises:
+            ConfigError, CheckpointError: what is wrong in which file.
+        """
+        config = ModelConfig.from_pretrained(path)
+        engine = cls(config, engine_config, load_tokenizer(path))
+        engine.load_weights(read_checkpoint(path, config), version)
+        return engine
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the weights; None when they are not all of one version."""
+        return self._weights.version
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would return or compute something."""
+        is_serving = self._weights.state is WeightState.READY and self._paused is None
+        return bool(self._held) or (is_serving and bool(self._live))
+
+    def add(self, request: Request) -> None:
+        """Put a request at the end of the line.
+
+        Raises:
+            EngineStateError: no committed weights, or drained.
+            ValueError: a request that cannot be served, with its numbers.
+        """
+        if not self._weights.serves_after_load:
+            raise EngineStateError(
+                f"no request is taken while the engine is {self._weights.state.value}; "
+                "commit the weights of a version first"
+            )
+        if self._paused == "drain":
+            raise EngineStateError("the engine was drained; resume() before adding requests")
+        if request.request_id in self._live:
+            raise ValueError(f"request_id {request.request_id!r} is in the engine already")
+        check_request(request, self.config, self.engine_config, has_text=self.tokenizer is not None)
+        live = make_live(request, self.config.eos_token_ids)
+        if request.params.stop:
+            assert self.tokenizer is not None, "checked with the request"
+            live.stop_matcher = StopMatcher(self.tokenizer, request.params.stop)
+        self._scheduler.add(live)
+        self._live[request.request_id] = live
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one batch; returns the requests that finished, also those aborted since.
+
+        Raises:
+            EngineStateError: there are no whole weights to compute with.
+        """
+        outputs, self._held = self._held, []
+        if outputs or self._paused is not None:
+            return outputs
+        return self._step(admit_new=True)
+
+    def _step(self, *, admit_new: bool) -> list[RequestOutput]:
+        if self._weights.state is not WeightState.READY:
+            raise EngineStateError(
+                f"nothing can be computed while the engine is {self._weights.state.value}; "
+                "commit the weights of a version first"
+            )
+        schedule = self._scheduler.schedule(admit_new=admit_new)
+        if schedule is None:
+            return []
+        logits_SV = self._forward(schedule)
+        rows_S = schedule.rows_R[schedule.is_last_R]
+        sampled = sample(logits_SV, self._scheduler.rows, rows_S)
+        self._counters.count_step(schedule, sampled.is_finite_S)
+        self._postprocess(schedule, rows_S, sampled)
+        return self._collect(rows_S, sampled)
+
+    def _forward(self, schedule: Schedule) -> Tensor:
+        batch = build_batch(self._scheduler.rows, schedule, self._worker.device)
+        try:
+            return self._worker.forward(batch)
+        except BaseException:
+            # What was written by then is unknown: every running request starts anew.
+            self._scheduler.preempt_all(keep_in_cache=False)
+            raise
+
+    def _postprocess(self, schedule: Schedule, rows_S: np.ndarray, sampled: Sampled) -> None:
+        """Keys are there, tokens are appended and stamped with the version that sampled them."""
+        rows, is_finite_S = self._scheduler.rows, sampled.is_finite_S
+        is_sound_R = np.ones(len(schedule.rows_R), bool)
+        is_sound_R[schedule.is_last_R] = is_finite_S
+        self._scheduler.complete(schedule, is_sound_R)
+        rows_F = rows_S[is_finite_S]
+        version = self._weights.version
+        assert version is not None, "only READY computes"
+        for row in rows_F[rows.version[rows_F] != version].tolist():
+            first = int(rows.num_tokens[row] - rows.num_prompt[row])
+            self._live_at(row).version_spans.append((first, version))
+        rows.version[rows_F] = version
+        rows.append_tokens(
+            rows_F,
+            sampled.ids_S[is_finite_S],
+            sampled.logprobs_S[is_finite_S],
+            sampled.raw_logprobs_S[is_finite_S],
+        )
+
+    def _collect(self, rows_S: np.ndarray, sampled: Sampled) -> list[RequestOutput]:
+        """Take out who is done: broken numbers, then stop token, stop string, length."""
+        rows, outputs = self._scheduler.rows, []
+        is_stop_S = (sampled.ids_S[:, None] == rows.stop_ids[rows_S]).any(1)
+        for i in np.flatnonzero(rows.has_stop_strings[rows_S] & sampled.is_finite_S).tolist():
+            matcher = self._live_at(rows_S[i]).stop_matcher
+            assert matcher is not None, "has_stop_strings says so"
+            is_stop_S[i] |= matcher.push(int(sampled.ids_S[i]))
+        is_full_S = rows.num_tokens[rows_S] == rows.max_total[rows_S]
+        for i in np.flatnonzero(is_stop_S | is_full_S | ~sampled.is_finite_S).tolist():
+            live = self._live_at(rows_S[i])
+            if not sampled.is_finite_S[i]:
+                outputs.append(self._fail(live))
+            else:
+                outputs.append(self._finish(live, "stop" if is_stop_S[i] else "length"))
+        return outputs
+
+    def _live_at(self, row: int) -> LiveRequest:
+        live = self._scheduler.rows.live[row]
+        assert live is not None, f"row {row} is scheduled and empty"
+        return live
+
+    def _fail(self, live: LiveRequest) -> RequestOutput:
+        count = int(self._scheduler.rows.num_tokens[live.row]) - live.num_prompt
+        error = (
+            f"non-finite logits for completion token {count} with policy version "
+            f"{self._weights.version}; the weights, or the keys of this prompt, hold NaN or Inf"
+        )
+        return self._finish(live, "error", error)
+
+    def _finish(
+        self, live: LiveRequest, reason: FinishReason, error: str | None = None
+    ) -> RequestOutput:
+        captured: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+        if live.row >= 0 and (live.request.params.routing or live.request.params.blocks):
+            count = int(self._scheduler.rows.num_computed[live.row])
+            captured = self._worker.captured(self._scheduler.rows.pages(live.row), count)
+        self._scheduler.finish(live, keep_in_cache=reason != "error")
+        del self._live[live.request_id]
+        return make_output(live, reason, error=error, captured=captured, tokenizer=self.tokenizer)
+
+    def abort(self, ids: Iterable[str] | None = None) -> int:
+        """End requests by id, all without ids; returns how many there were.
+
+        Each comes out of the next `step` with the tokens it has and reason 'abort'.
+        """
+        names = list(self._live) if ids is None else list(dict.fromkeys(ids))
+        known = [name for name in names if name in self._live]
+        if len(known) < len(names):
+            unknown = [name for name in names if name not in self._live]
+            logger.warning("abort: no such request: %s", ", ".join(map(repr, unknown)))
+        self._held += [self._finish(self._live[name], "abort") for name in known]
+        return len(known)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Compute nothing until `resume`; what runs survives a new policy version.
+
+        'drain' first finishes every request that has begun (its outputs come with the next step)
+        and takes no new ones; 'keep' keeps keys of the old version for running requests, which
+        then go on with the new one; 'recompute' drops them, to be computed by the new one.
+        """
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"pause mode {mode!r}; use one of {list(get_args(PauseMode))}")
+        if self._paused not in (None, mode):
+            raise EngineStateError(f"paused already, to {self._paused!r}; resume() first")
+        if mode == "drain":
+            while self._has_begun_request():
+                self._held += self._step(admit_new=False)
+        elif mode == "recompute":
+            self._scheduler.preempt_all()
+        self._paused = mode
+
+    def _has_begun_request(self) -> bool:
+        waiting = self._scheduler.waiting
+        return bool(self._scheduler.running) or (bool(waiting) and waiting[0].has_sampled)
+
+    def resume(self) -> None:
+        """Compute again. EngineStateError without whole weights."""
+        if self._weights.state is not WeightState.READY:
+            raise EngineStateError(
+                f"cannot resume while the engine is {self._weights.state.value}; "
+                "commit the weights of a version first"
+            )
+        self._paused = None
+
+    def stats(self) -> dict[str, float]:
+        """running, waiting, kv_usage, prefix_hit_rate and the totals of `Counters`."""
+        return self._counters.stats(self._scheduler)
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def weight_layout(self) -> list[WeightSlot]:
+        """What this engine holds of each published tensor, and in which dtype it takes it."""
+        return list(self._worker.weight_layout)
+
+    def begin_load(self, version: int) -> None:
+        """Open a load of the whole model; nothing computes until it is committed.
+
+        Raises:
+            EngineStateError: another load is open, or requests are under way and not paused.
+        """
+        if self._live and self._paused is None:
+            raise EngineStateError(
+                f"{len(self._live)} requests are under way; pause() before loading version "
+                f"{version}"
+            )
+        self._weights.begin(version)
+
+    def write(self, name: str, bounds: Bounds, tensor: Tensor) -> None:
+        """Copy a rectangle of a published tensor into the weights.
+
+        Raises:
+            WeightLoadError: unknown name, bounds outside or written before, other shape or dtype.
+                The load is over: the old version serves on if nothing was written yet, else the
+                engine is POISONED until a whole load commits.
+        """
+        self._weights.write(name, bounds, tensor)
+
+    def commit(self) -> None:
+        """The new version serves, once every element is known to be written exactly once.
+
+        Cached pages of the old version are gone; see `pause` for the running requests.
+
+        Raises:
+            WeightLoadError: tensors that are not whole, by name; the load is over as for `write`.
+        """
+        self._scheduler.start_version(self._weights.commit())
+
+    def weights_hash(self) -> dict[str, int]:
+        """`tensor_hash` of every published tensor as the engine holds it, also while loading."""
+        if self._weights.state is WeightState.EMPTY:
+            raise EngineStateError("the weights are EMPTY: there is nothing to hash")
+        return self._worker.hash_weights()
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load whole published tensors, rounded to the engine's dtype where theirs is wider.
+
+        Raises:
+            WeightLoadError, or whatever `tensors` raises: as for `write` and `commit`.
+        """
+        dtypes = {slot.name: getattr(torch, slot.dtype) for slot in self._worker.weight_layout}
+        self.begin_load(version)
+        try:
+            for name, tensor in tensors:
+                bounds = tuple((0, size) for size in tensor.shape)
+                self.write(name, bounds, tensor.to(dtypes.get(name, tensor.dtype)))
+        except BaseException:
+            if self._weights.state is WeightState.LOADING:
+                self._weights.fail()
+            raise
+        self.commit()
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer | None:
+    """The `tokenizer.json` of a checkpoint; None when there is none."""
+    from tokenizers import Tokenizer
+
+    file = Path(path) / "tokenizer.json"
+    return Tokenizer.from_file(str(file)) if file.exists() else None

@@ -1,0 +1,178 @@
+"""MiniMax-M3, the text model: the whole forward, top to bottom.
+
+Suffixes: `T` tokens packed over requests · `R` rows whose logits are wanted · `C` hidden ·
+`V` vocabulary · `S` positions · `X` rotated dims · `A` experts per token · `K` KV heads ·
+`B` selected blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from inference.config import MOE, SPARSE, ModelConfig
+from inference.kernels.paging import LayerPages, PagedBatch
+from inference.layers.attention import FullAttention, SparseAttention
+from inference.layers.embedding import Embedding, Head
+from inference.layers.linear import MLP
+from inference.layers.moe import MoE
+from inference.layers.norm import RMSNorm
+from inference.layers.rope import rope_table
+
+
+class MiniMaxM3(nn.Module):
+    """Weights and forward pass of one replica; `weights.runtime_placement` says what lives where.
+
+    Parameters are allocated, not initialised: a load must fill every one before `forward`. `dtype`
+    is that of weights, residual stream and pages; router and head run in FP32 whatever it is.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_positions: int | None = None,
+    ) -> None:
+        """`max_positions`: length of the rotary table; None takes `max_position_embeddings`."""
+        super().__init__()
+        self.config = config
+        device = torch.device(device)
+        C, V, eps = config.hidden_size, config.vocab_size, config.rms_norm_eps
+        self.embed_tokens = Embedding(V, C, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, dtype=dtype, device=device)
+            for i in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(C, eps, dtype=dtype, device=device)
+        self.lm_head = Head(V, C, dtype=dtype, device=device)
+        if max_positions is None:
+            max_positions = config.max_position_embeddings
+        rope_SX = rope_table(config.rotary_dim, config.rope_theta, max_positions, device)
+        self.rope_SX = nn.Buffer(rope_SX, persistent=False)
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        batch: PagedBatch,
+        pages: Sequence[LayerPages],
+        capture: Capture | None = None,
+    ) -> Tensor:
+        """Run the tokens of one engine step; their keys go into `pages`, one entry a layer.
+
+        Returns:
+            hidden_TC after the final norm, in the model's dtype; `logits` wants rows of it.
+        """
+        stream_TC, update_TC = self.embed_tokens(input_ids_T), None
+        for i, (layer, layer_pages) in enumerate(zip(self.layers, pages, strict=True)):
+            assert isinstance(layer, DecoderLayer)
+            x_TC, stream_TC = layer.input_layernorm(stream_TC, update_TC)
+            update_TC, blocks_TKB = layer.self_attn(x_TC, self.rope_SX, batch, layer_pages)
+            x_TC, stream_TC = layer.post_attention_layernorm(stream_TC, update_TC)
+            update_TC, experts_TA = layer.feed_forward(x_TC)
+            if capture is not None:
+                capture.record(i, batch.slots_T, blocks_TKB, experts_TA)
+        hidden_TC: Tensor = self.norm(stream_TC, update_TC)[0]
+        return hidden_TC
+
+    def logits(self, hidden_RC: Tensor) -> Tensor:
+        """[R, V] FP32 logits of rows of the hidden states."""
+        logits_RV: Tensor = self.lm_head(hidden_RC)
+        return logits_RV
+
+
+class DecoderLayer(nn.Module):
+    """The parts of one layer; the order in which they run stands in `MiniMaxM3.forward`."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        C, eps = config.hidden_size, config.rms_norm_eps
+        attention = SparseAttention if config.layer_types[layer] == SPARSE else FullAttention
+        self.input_layernorm = RMSNorm(C, eps, dtype=dtype, device=device)
+        self.self_attn = attention(config, dtype=dtype, device=device)
+        self.post_attention_layernorm = RMSNorm(C, eps, dtype=dtype, device=device)
+        self.is_moe = config.mlp_layer_types[layer] == MOE
+        self.mlp: MoE | MLP
+        if self.is_moe:
+            self.mlp = MoE(config, dtype=dtype, device=device)
+        else:
+            self.mlp = MLP(
+                C,
+                config.dense_intermediate_size,
+                alpha=config.swiglu_alpha,
+                limit=config.swiglu_limit,
+                beta=config.swiglu_beta,
+                dtype=dtype,
+                device=device,
+            )
+
+    def feed_forward(self, x_TC: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(y_TC, chosen experts ids_TA, or None in a dense layer)."""
+        y_TC, experts_TA = self.mlp(x_TC) if self.is_moe else (self.mlp(x_TC), None)
+        return y_TC, experts_TA
+
+
+@dataclass(slots=True)
+class Capture:
+    """The discrete choices of every token, kept at the token's slot, like its keys.
+
+    So requests that share pages share these rows too. A place that no forward pass wrote holds
+    expert 0 and block -1.
+    """
+
+    routing: Tensor | None
+    """[num_slots, MoE layers, A] uint8: experts; None when not captured."""
+    blocks: Tensor | None
+    """[num_slots, sparse layers, K, topk] int16 or int32: blocks, -1 padded; None likewise."""
+    moe_layers: tuple[int, ...]
+    sparse_layers: tuple[int, ...]
+
+    @classmethod
+    def allocate(
+        cls,
+        config: ModelConfig,
+        num_slots: int,
+        device: torch.device | str,
+        *,
+        routing: bool,
+        blocks: bool,
+    ) -> Capture:
+        """Room for `num_slots` tokens (pages times page size) of what is asked for."""
+        if routing and config.num_local_experts > 256:
+            raise ValueError(
+                f"num_local_experts={config.num_local_experts}: captured experts are uint8, so at "
+                "most 256; switch capture_routing off"
+            )
+        routing_shape = (num_slots, len(config.moe_layers), config.num_experts_per_tok)
+        blocks_shape = (
+            num_slots,
+            len(config.sparse_layers),
+            config.num_key_value_heads,
+            config.index_topk_blocks,
+        )
+        max_block = config.max_position_embeddings // config.index_block_size
+        block_dtype = torch.int16 if max_block <= torch.iinfo(torch.int16).max else torch.int32
+        return cls(
+            torch.zeros(routing_shape, dtype=torch.uint8, device=device) if routing else None,
+            torch.full(blocks_shape, -1, dtype=block_dtype, device=device) if blocks else None,
+            config.moe_layers,
+            config.sparse_layers,
+        )
+
+    def record(
+        self, layer: int, slots_T: Tensor, blocks_TKB: Tensor | None, experts_TA: Tensor | None
+    ) -> None:
+        """Keep what `layer` chose for the tokens at `slots_T`; slot -1 (padding) is passed over."""
+        is_real_T = slots_T >= 0
+        slots = slots_T[is_real_T]
+        if self.routing is not None and experts_TA is not None:
+            row = self.moe_layers.index(layer)
+            self.routing[slots, row] = experts_TA[is_real_T].to(self.routing.dtype)
+        if self.blocks is not None and blocks_TKB is not None:
+            row = self.sparse_layers.index(layer)
+            self.blocks[slots, row] = blocks_TKB[is_real_T].to(self.blocks.dtype)

@@ -1,0 +1,129 @@
+"""From a configuration to the parts of a run: settings of each process, and the side that generates and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from m3rl.completion_metrics import eval_metrics
+from m3rl.config import Config
+from m3rl.data import Data
+from m3rl.grpo.loss import LossSettings
+from m3rl.rollout.chat import ChatFormat
+from m3rl.rollout.collect import Collector, SamplingSettings
+from m3rl.rollout.environments import SingleTurn
+from m3rl.rollout.m3_backend import M3Backend, ReplicaSettings
+from m3rl.rollout.rewards import RewardPool
+from m3rl.train_rank import OptimizerSettings, RankSettings
+
+
+def rank_settings(config: Config) -> RankSettings:
+    """What every trainer rank is told."""
+    grpo, optimizer, importance = config.grpo, config.optimizer, config.grpo.importance
+    return RankSettings(
+        loss=LossSettings(
+            clip_low=grpo.clip_low,
+            clip_high=grpo.clip_high,
+            dual_clip=grpo.dual_clip,
+            kl_coef=grpo.kl.coef,
+            kl_estimator=grpo.kl.estimator,
+            importance_cap=importance.cap if importance.kind == "tis" else None,
+        ),
+        optimizer=OptimizerSettings(
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            grad_clip=optimizer.grad_clip,
+            warmup_steps=optimizer.warmup_steps,
+        ),
+        dtype=config.policy.dtype,
+        attention=config.policy.attention,
+        replay_routing=config.policy.replay_routing,
+        micro_batch_tokens=config.policy.micro_batch_tokens,
+        old_logprobs=grpo.old_logprobs,
+        updates_per_batch=grpo.updates_per_batch,
+        seed=config.run.seed,
+        num_threads=config.train.num_threads,
+    )
+
+
+def replica_settings(config: Config) -> ReplicaSettings:
+    """What every replica is told; it computes in the dtype that the weight sync carries."""
+    backend = config.rollout.backend
+    engine: dict[str, Any] = backend.engine.model_dump()
+    engine |= {
+        "dtype": config.policy.dtype,
+        "capture_routing": config.rollout.capture_routing,
+        "capture_blocks": config.rollout.capture_blocks,
+    }
+    return ReplicaSettings(str(config.find(config.model.path)), engine, backend.num_threads)
+
+
+def rollout_sampling(config: Config) -> SamplingSettings:
+    """How training completions are drawn."""
+    rollout = config.rollout
+    return SamplingSettings(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        max_tokens=rollout.max_tokens,
+        stop=rollout.stop,
+        capture_routing=rollout.capture_routing,
+        capture_blocks=rollout.capture_blocks,
+    )
+
+
+def eval_sampling(config: Config) -> SamplingSettings:
+    """How held-out completions are drawn.
+
+    They leave no trace in the prefix cache: rollouts after an evaluation see the same engine as rollouts without one.
+    """
+    return SamplingSettings(
+        temperature=config.eval.temperature,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        max_tokens=config.rollout.max_tokens,
+        stop=config.rollout.stop,
+        use_prefix_cache=False,
+    )
+
+
+class RolloutSide:
+    """Replicas and scorers of a run. Both start in the background; `wait_started` before the first use."""
+
+    def __init__(self, config: Config, chat: ChatFormat, data: Data) -> None:
+        self._config = config
+        self._data = data
+        self.rewards = RewardPool(config.reward, config.data)
+        self._environment = SingleTurn(chat, self.rewards)
+        self._chat = chat
+        self.backend = M3Backend(replica_settings(config), config.rollout.backend.num_replicas)
+
+    def wait_started(self) -> None:
+        self.backend.wait_started()
+
+    def collector(self, heal: Callable[[int], bool]) -> Collector:
+        """A collector on these replicas; `heal` brings back a lost one (see `Collector`)."""
+        return Collector(
+            self.backend,
+            run_seed=self._config.run.seed,
+            decode=self._chat.decode,
+            score=self._environment.score,
+            heal=heal,
+            timeout_s=self._config.rollout.timeout_s,
+        )
+
+    def evaluate(self, collector: Collector) -> dict[str, float]:
+        """`eval/<set>/*` of the current weights on the first eval.num_prompts held-out prompts."""
+        assert self._data.eval is not None, "the configuration was checked to have held-out prompts"
+        prompts = self._data.eval.first(self._config.eval.num_prompts)
+        groups, _ = collector.collect(prompts, 1, eval_sampling(self._config))
+        return eval_metrics(self._data.eval.environment, groups)
+
+    def close(self) -> None:
+        """End all replica and scoring processes."""
+        self.backend.close()
+        self.rewards.close()

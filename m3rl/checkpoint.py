@@ -1,0 +1,313 @@
+"""Checkpoints of a run directory: all or nothing, verified before use.
+
+    checkpoints/step_000012/   files of the writer, state.json, manifest.json
+        model/                 published weights in FP32, config.json, tokenizer: a model path
+        optimizer/             torch.distributed.checkpoint
+        ranks/00000.pt         step count and RNGs of each trainer rank
+    checkpoints/latest         text: the name of the newest complete checkpoint
+
+A checkpoint is written under a temporary name and becomes visible by one rename, after its manifest
+(size and SHA-256 of every file) and all bytes are on disk. A crash at any moment leaves the
+previous ones as they were.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+LATEST = "latest"
+_TEMPORARY = ".writing_"
+_REPLACED = ".replaced_"
+_STEP = re.compile(r"step_(\d{6,})")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or none can be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    step: int
+    path: Path
+    state: dict[str, Any]
+    """What the driver passed to `save`."""
+
+
+def save(
+    run_dir: str | Path,
+    step: int,
+    write: Callable[[Path], None],
+    state: dict[str, Any],
+    *,
+    keep: int,
+) -> Path:
+    """Write the checkpoint of `step` and delete all but the newest `keep`.
+
+    Args:
+        write: puts files and folders into the given empty directory; returns when every rank has.
+        state: JSON values: everything the driver needs to go on.
+        keep: how many checkpoints remain, this one included; at least 1.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        CheckpointError: the disk is full or refuses to be written. Older checkpoints are intact and
+            what was written of this one is removed. Other errors of `write` pass through after the
+            same clean-up.
+    """
+    if keep < 1:
+        raise ValueError(f"checkpoint.keep={keep} must be at least 1")
+    folder = Path(run_dir) / "checkpoints"
+    temporary = folder / f"{_TEMPORARY}{_name(step)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        temporary.mkdir()
+        write(temporary)
+        _write_text(temporary / STATE, json.dumps(state, indent=1))
+        _write_text(temporary / MANIFEST, json.dumps(_manifest(temporary, step), indent=1))
+        _sync_tree(temporary)
+        final = _publish(folder, temporary, step)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) or _is_disk_full(error):
+            raise CheckpointError(_write_failure(folder, step, error)) from error
+        raise
+    for old in _steps(folder)[keep:]:
+        shutil.rmtree(folder / _name(old))
+    return final
+
+
+def find_latest(run_dir: str | Path) -> Checkpoint | None:
+    """The newest checkpoint whose every file has the size and hash of its manifest.
+
+    Incomplete ones are passed over with a warning that names the fault.
+
+    Returns:
+        None when the run has not completed any checkpoint yet.
+
+    Raises:
+        CheckpointError: there are checkpoints and none is complete: starting again from nothing is
+            for the user to decide.
+    """
+    folder = Path(run_dir) / "checkpoints"
+    if not folder.is_dir():
+        return None
+    for unfinished in sorted(folder.glob(f"{_TEMPORARY}*")):
+        logger.warning("%s was never completed (interrupted while saving); ignored", unfinished)
+    faults: list[str] = []
+    for step in _steps(folder):
+        path = folder / _name(step)
+        fault = find_fault(path)
+        if fault is None:
+            if faults:
+                logger.warning("falling back to the checkpoint of step %d: %s", step, path)
+            return Checkpoint(step, path, json.loads((path / STATE).read_text()))
+        logger.warning("checkpoint %s is not complete: %s", path, fault)
+        faults.append(f"{path.name}: {fault}")
+    if faults:
+        raise CheckpointError(
+            f"no checkpoint in {folder} is complete ({'; '.join(faults)}); restore one, or delete "
+            "them to start the run from its first step"
+        )
+    return None
+
+
+def find_fault(path: Path) -> str | None:
+    """What is wrong with a checkpoint directory, or None if every file is as its manifest says."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files: dict[str, dict[str, Any]] = manifest["files"]
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, KeyError, TypeError):
+        return f"{MANIFEST} is not a manifest"
+    if STATE not in files:
+        return f"{MANIFEST} does not list {STATE}"
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            return f"{name} has {size} bytes instead of {expected['bytes']}"
+        if _sha256(file) != expected["sha256"]:
+            return f"the content of {name} does not match its hash"
+    return None
+
+
+def _publish(folder: Path, temporary: Path, step: int) -> Path:
+    final = folder / _name(step)
+    replaced = folder / f"{_REPLACED}{_name(step)}"
+    if final.exists():  # the same step again, after a resume from an older checkpoint
+        final.rename(replaced)
+    temporary.rename(final)
+    pointer = folder / f".{LATEST}"
+    _write_text(pointer, final.name + "\n")
+    pointer.rename(folder / LATEST)
+    _sync_path(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for prefix in (_TEMPORARY, _REPLACED):
+        for leftover in folder.glob(f"{prefix}*"):
+            shutil.rmtree(leftover)
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    # safetensors and torch.distributed.checkpoint raise errors of their own with the text inside.
+    return getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error)
+
+
+def _write_failure(folder: Path, step: int, error: BaseException) -> str:
+    reason = "the disk is full" if _is_disk_full(error) else str(error)
+    kept = [_name(s) for s in _steps(folder)] if folder.is_dir() else []
+    return (
+        f"could not save the checkpoint of step {step} in {folder}: {reason}. "
+        f"Older checkpoints are intact ({', '.join(kept) or 'there are none'}); free space or set "
+        "checkpoint.keep lower, then start the same command again"
+    )
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _steps(folder: Path) -> list[int]:
+    """Steps that have a directory under their final name, newest first."""
+    matches = (_STEP.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
+    return sorted((int(m.group(1)) for m in matches if m), reverse=True)
+
+
+def _manifest(path: Path, step: int) -> dict[str, Any]:
+    files = {
+        str(file.relative_to(path)): {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+    }
+    return {"step": step, "files": files}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_tree(path: Path) -> None:
+    for entry in sorted(path.rglob("*")):
+        _sync_path(entry)
+    _sync_path(path)
+
+
+def _sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_rank_state(
+    path: Path, rank: int, world_size: int, optimizer_tensors: dict[str, Tensor], step: int
+) -> None:
+    """Write a trainer rank's part of a checkpoint; every rank calls it at the same time.
+
+    Args:
+        optimizer_tensors: of all ranks' optimizer state what this rank holds, by name; may be empty.
+        step: optimizer steps taken.
+    """
+    if optimizer_tensors:
+        dcp.save(optimizer_tensors, checkpoint_id=path / "optimizer", no_dist=world_size == 1)
+    (path / "ranks").mkdir(exist_ok=True)
+    state = {"step": step, "world_size": world_size, "rng": rng_state()}
+    torch.save(state, path / "ranks" / f"{rank:05d}.pt")
+
+
+def load_rank_state(
+    path: Path, rank: int, world_size: int, optimizer_tensors: dict[str, Tensor]
+) -> int:
+    """Restore what `save_rank_state` wrote: optimizer state in place, RNGs of the process.
+
+    Args:
+        optimizer_tensors: allocated tensors to be filled; names and shapes as they were saved.
+
+    Returns:
+        Optimizer steps taken.
+
+    Raises:
+        CheckpointError: the checkpoint was written by another number of ranks, or lacks this one.
+    """
+    file = path / "ranks" / f"{rank:05d}.pt"
+    written = sorted((path / "ranks").glob("*.pt"))
+    if len(written) != world_size or file not in written:
+        raise CheckpointError(
+            f"{path} was written by {len(written)} trainer ranks and this run has {world_size}; "
+            f"resume it with train.num_ranks={len(written)}"
+        )
+    state = torch.load(file, weights_only=True)
+    if state["step"] > 0:
+        dcp.load(optimizer_tensors, checkpoint_id=path / "optimizer", no_dist=world_size == 1)
+    set_rng_state(state["rng"])
+    return int(state["step"])
+
+
+def rng_state() -> dict[str, Any]:
+    """State of every random generator of the process, as plain values and tensors."""
+    version, internal, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": [version, list(internal), gauss],
+        "numpy": {
+            "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+            "pos": int(numpy_state["state"]["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        },
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put every random generator of the process where `rng_state` found it."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    saved = state["numpy"]
+    key = saved["key"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", key, saved["pos"], saved["has_gauss"], saved["gauss"]))

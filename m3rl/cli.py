@@ -1,0 +1,140 @@
+"""The command `m3rl`: train, rollout, eval, sft, check, doctor.
+
+Exit codes: 0 done, 1 failed, 2 the configuration cannot work, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from m3rl.config import Config, ConfigError
+
+RUNS = {
+    "train": ("train", "post-train a model with GRPO, or resume a run"),
+    "rollout": ("rollout", "collect and score completions only"),
+    "eval": ("evaluate", "measure the accuracy on held-out prompts"),
+    "sft": ("sft", "train on the datasets' own answers"),
+}
+"""Command -> function of m3rl.trainer, called with the configuration, and what it does."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; `argv` without the program's name."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.DEBUG if arguments.verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    for library in ("ray", "urllib3", "filelock"):  # theirs is not ours to tell
+        logging.getLogger(library).setLevel(logging.WARNING)
+    try:
+        code: int = arguments.run(arguments)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # clean-up has happened on the way up
+        print("interrupted", file=sys.stderr)
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="m3rl", description="GRPO post-training of MiniMax-M3.")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (_, help_text) in RUNS.items():
+        command = commands.add_parser(name, help=help_text)
+        command.add_argument("config", metavar="CONFIG", help="a YAML file")
+        _add_overrides(command)
+        command.set_defaults(run=_run, command=name)
+    check = commands.add_parser("check", help="check configurations and work out what they need")
+    check.add_argument("words", nargs="+", metavar="CONFIG", help="YAML files, then key=value")
+    check.add_argument(
+        "--gpus", type=_sizes, metavar="LIST", help="plan for these numbers of GPUs: 2,4,8"
+    )
+    check.set_defaults(run=_check)
+    doctor = commands.add_parser("doctor", help="look for what is missing on this machine")
+    doctor.add_argument("config", nargs="?", metavar="CONFIG", help="also check this YAML file")
+    _add_overrides(doctor)
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_overrides(command: argparse.ArgumentParser) -> None:
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="replace a setting")
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [int(size) for size in text.split(",")]
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: numbers of GPUs are 1 or more")
+    return sizes
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from m3rl.plan import make_plan
+
+    config = Config.load(arguments.config, arguments.overrides)
+    starts_random = arguments.command == "sft" and config.sft.init == "random"
+    make_plan(config, required=["tokenizer"] if starts_random else ["tokenizer", "weights"])
+    # a scheduler's SIGTERM cleans up like Ctrl-C does
+    signal.signal(signal.SIGTERM, _terminate)
+    trainer: Any = importlib.import_module("m3rl.trainer")  # brings ray and torch
+    code: int = getattr(trainer, RUNS[arguments.command][0])(config)
+    return code
+
+
+def _terminate(*_: object) -> None:
+    sys.exit(128 + signal.SIGTERM)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Every configuration is checked, also after one that cannot work."""
+    from m3rl.plan import describe, gpu_table, make_plan
+
+    paths = [word for word in arguments.words if "=" not in word or Path(word).is_file()]
+    overrides = [word for word in arguments.words if word not in paths]
+    if not paths:
+        raise ConfigError("m3rl check needs at least one configuration file")
+    code = 0
+    for path in paths:
+        try:
+            config = Config.load(path, overrides)
+            if arguments.gpus is None:
+                print(describe(make_plan(config)))
+            else:
+                plan = make_plan(config, required=[])  # a plan can be made before the download
+                text, works = gpu_table(plan, arguments.gpus)
+                print(f"{describe(plan)}\n\n{text}")
+                code = code if works else 2
+        except ConfigError as error:
+            code = 2
+            for line in str(error).splitlines():
+                print(f"error: {path}: {line}", file=sys.stderr)
+        else:
+            print(f"{path}: checked\n")
+    return code
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from m3rl.doctor import examine
+
+    config = None
+    if arguments.config is not None:
+        config = Config.load(arguments.config, arguments.overrides)
+    text, is_healthy = examine(config)
+    print(text)
+    return 0 if is_healthy else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Looks for what a run would miss on this machine: packages, cores, memory, disk, GPUs, a key, a model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from m3rl.config import Config, ConfigError
+from m3rl.metrics import wandb_key_source
+from m3rl.plan import make_plan
+from m3rl.report import table
+
+MIN_DISK_BYTES = 2 << 30
+MIN_SHM_BYTES = 512 << 20
+"""Ray keeps its objects in shared memory; with less it falls back to slow files in /tmp."""
+
+
+class Finding(NamedTuple):
+    """One thing looked at; `state` is 'ok', 'note' (works, but know it) or 'missing'."""
+
+    state: str
+    what: str
+    detail: str
+
+
+def examine(config: Config | None = None) -> tuple[str, bool]:
+    """The findings as a table, and whether nothing required is missing."""
+    findings = [
+        _python(),
+        *_packages(),
+        _cores(),
+        _space("disk", Path.cwd() if config is None else _existing(config.run.dir), MIN_DISK_BYTES),
+        _space("shared memory", Path("/dev/shm"), MIN_SHM_BYTES),
+        _gpus(),
+        _wandb(),
+    ]
+    if config is not None:
+        findings += _model(config)
+    is_healthy = all(finding.state != "missing" for finding in findings)
+    text = table(["state", "what", "detail"], findings)
+    return f"{text}\n\n{'nothing is missing' if is_healthy else 'something is missing'}", is_healthy
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    if sys.version_info < (3, 11):
+        return Finding("missing", "python", f"{version}; 3.11 or newer is needed")
+    return Finding("ok", "python", f"{version} at {sys.executable}")
+
+
+def _packages() -> Iterator[Finding]:
+    """Installed versions against the ranges that m3rl's own metadata asks for."""
+    try:
+        requirements = importlib.metadata.requires("m3rl") or []
+    except importlib.metadata.PackageNotFoundError:
+        requirements = _source_requirements()
+        if not requirements:
+            yield Finding("missing", "m3rl", "not installed; run `make setup`")
+    for requirement in requirements:
+        if "extra ==" in requirement:
+            continue
+        name, wanted = re.fullmatch(r"([\w.-]+)\s*(.*)", requirement).groups()  # type: ignore[union-attr]
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("missing", name, f"not installed; {wanted} is needed: `make setup`")
+            continue
+        is_right = satisfies(version, wanted)
+        detail = version if is_right else f"{version}, but {wanted} is needed: `make setup`"
+        yield Finding("ok" if is_right else "missing", name, detail)
+
+
+def _source_requirements() -> list[str]:
+    """Dependencies of the source tree, where m3rl runs from one without being installed."""
+    import tomllib
+
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    if not project.is_file():
+        return []
+    dependencies: list[str] = tomllib.loads(project.read_text())["project"]["dependencies"]
+    return dependencies
+
+
+def satisfies(version: str, wanted: str) -> bool:
+    """Whether a version lies in a range like '>=5.16.1,<5.20'; local parts ('+cpu') do not count.
+
+    Raises:
+        ValueError: a comparison other than ==, !=, >=, <=, > and <.
+    """
+    have = _numbers(version)
+    for clause in filter(None, (part.strip() for part in wanted.split(","))):
+        match = re.fullmatch(r"(==|!=|>=|<=|>|<)\s*([\w.]+)", clause)
+        if match is None:
+            raise ValueError(f"{clause!r} is no comparison of versions")
+        limit = _numbers(match[2])
+        width = max(len(have), len(limit))
+        a, b = (numbers + (0,) * (width - len(numbers)) for numbers in (have, limit))
+        holds = {"==": a == b, "!=": a != b, ">=": a >= b, "<=": a <= b, ">": a > b, "<": a < b}
+        if not holds[match[1]]:
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """'2.13.0+cpu' -> (2, 13, 0); what follows the first part that is no number is left out."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def _cores() -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    threads = os.environ.get("OMP_NUM_THREADS", "not set")
+    detail = f"{cores} for this process, OMP_NUM_THREADS {threads}"
+    return Finding("ok" if cores >= 2 else "note", "cores", detail)
+
+
+def _space(what: str, path: Path, needed: int) -> Finding:
+    if not path.exists():
+        return Finding("note", what, f"{path} is not there")
+    free = shutil.disk_usage(path).free
+    detail = f"{free / (1 << 30):.1f} GiB free at {path}"
+    if free >= needed:
+        return Finding("ok", what, detail)
+    return Finding("note", what, f"{detail}; {needed / (1 << 30):.1f} GiB are advisable")
+
+
+def _existing(path: str) -> Path:
+    """The path itself or the nearest folder above it that exists."""
+    place = Path(path).absolute()
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def _gpus() -> Finding:
+    try:
+        import torch
+    except ImportError as error:
+        return Finding("missing", "gpu", f"torch cannot be imported: {error}")
+    if not torch.cuda.is_available():
+        return Finding("note", "gpu", "none that torch sees; the tiny models run on the CPU")
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return Finding("ok", "gpu", f"{len(names)}: {', '.join(sorted(set(names)))}")
+
+
+def _wandb() -> Finding:
+    source = wandb_key_source()
+    if source is None:
+        return Finding("note", "wandb", "no key; runs are kept offline (`wandb sync` sends them)")
+    return Finding("ok", "wandb", f"key from {source}")
+
+
+def _model(config: Config) -> Iterator[Finding]:
+    path = config.find(config.model.path)
+    try:
+        make_plan(config)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            yield Finding("missing", "configuration", line)
+        return
+    yield Finding("ok", "model", f"config, tokenizer and weights at {path}")

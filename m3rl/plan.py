@@ -1,0 +1,271 @@
+"""What a configuration will need, worked out before anything starts; refuses what cannot work.
+
+Reads JSON files and safetensors headers only: it imports neither ray, torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inference import config as model_config
+from m3rl.checkpoint_files import tokenizer_problems, weight_problems
+from m3rl.config import Config, ConfigError
+from m3rl.data import iterate_items
+from m3rl.report import table
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+CHECKED_ITEMS = 100
+"""Items of each dataset that are looked at; the whole of it is checked when a run starts."""
+H200_BYTES = 139 << 30
+"""Memory of one H200 that a process can have; the size that the GPU table plans for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Sizes of a run, in parameters, bytes, tokens and pages."""
+
+    name: str
+    num_ranks: int
+    num_replicas: int
+    parameters: dict[str, int]
+    """By class of weight; the sum is the model."""
+    trainer_bytes: dict[str, int]
+    """Of one trainer rank, by use; activations are not counted."""
+    replica_bytes: dict[str, int]
+    """Of one replica, by use."""
+    tokens_per_step: int
+    """Most tokens of one training step, prompts counted for each completion."""
+    page_size: int
+    num_pages: int
+    demand_pages: int
+    """Most pages that one replica's share of a training step can need at once."""
+    notices: tuple[str, ...]
+
+
+def make_plan(config: Config, *, needs_weights: bool) -> Plan:
+    """Check the files that `config` names and add up what a run needs.
+
+    Args:
+        needs_weights: the checkpoint must have its weights (without them they are only noticed).
+
+    Raises:
+        ConfigError: one line for each thing that cannot work.
+    """
+    path = config.find(config.model.path)
+    problems = []
+    notices = []
+    model = None
+    try:
+        model = model_config.ModelConfig.from_pretrained(path)
+    except model_config.ConfigError as error:
+        problems.append(f"model.path: {error} ({config.origin('model.path')})")
+    vocab_size = None if model is None else model.vocab_size
+    eos_ids = () if model is None else model.eos_token_ids
+    problems += tokenizer_problems(path, vocab_size, eos_ids)
+    if model is not None:
+        weights = weight_problems(path, model.num_parameters)
+        problems += weights if needs_weights else []
+        notices += [] if needs_weights else weights
+        problems += _length_problems(config, model)
+    problems += _dataset_problems(config)
+    if problems or model is None:
+        raise ConfigError("\n".join(problems))
+    return _measure(config, model, (*notices, *_notices(config)))
+
+
+def describe(plan: Plan) -> str:
+    """The plan as a few tables."""
+    total = sum(plan.parameters.values())
+    parameters = [[name, f"{n:,}", f"{n / total:.1%}"] for name, n in plan.parameters.items()]
+    parameters.append(["all", f"{total:,}", ""])
+    memory = [
+        [f"one {who}", what, _size(n)]
+        for who, uses in (("trainer rank", plan.trainer_bytes), ("replica", plan.replica_bytes))
+        for what, n in [*uses.items(), ("all", sum(uses.values()))]
+    ]
+    capacity = plan.num_pages * plan.page_size
+    fits = (
+        "all of a step fits at once"
+        if plan.demand_pages <= plan.num_pages
+        else f"requests wait for pages: {plan.demand_pages / plan.num_pages:.1f} rounds"
+    )
+    lines = [
+        f"{plan.name}: {plan.num_ranks} trainer rank(s), {plan.num_replicas} replica(s)",
+        "",
+        table(["parameters", "count", "share"], parameters, right=(1, 2)),
+        "",
+        table(["memory", "of", "size"], memory, right=(2,)),
+        "",
+        f"tokens of a training step: at most {plan.tokens_per_step:,}",
+        f"KV room of a replica: {plan.num_pages:,} pages of {plan.page_size} = {capacity:,} tokens; "
+        f"a step needs at most {plan.demand_pages:,} pages: {fits}",
+    ]
+    lines += [f"note: {notice}" for notice in plan.notices]
+    return "\n".join(lines)
+
+
+def gpu_table(plan: Plan, sizes: Sequence[int]) -> tuple[str, bool]:
+    """One row for each number of GPUs, and whether any of them works.
+
+    Trainer ranks stay as configured and every other GPU holds one replica. Neither the policy nor a
+    replica is spread over several GPUs yet, so a model that needs that is refused here.
+    """
+    rank_bytes, replica_bytes = sum(plan.trainer_bytes.values()), sum(plan.replica_bytes.values())
+    too_big = [
+        f"{who} needs {_size(n)} and cannot be spread over GPUs yet"
+        for who, n in (("a trainer rank", rank_bytes), ("a replica", replica_bytes))
+        if n > H200_BYTES
+    ]
+    rows = []
+    works = False
+    for size in sizes:
+        replicas = size - plan.num_ranks
+        if too_big:
+            verdict = "refused: " + "; ".join(too_big)
+        elif replicas < 1:
+            verdict = (
+                f"refused: needs at least {plan.num_ranks + 1} (train.num_ranks and a replica)"
+            )
+        else:
+            verdict, works = "fits", True
+        rows.append([str(size), str(plan.num_ranks), str(max(replicas, 0)), verdict])
+    header = ["H200 GPUs", "trainer ranks", "replicas", "verdict"]
+    return table(header, rows, right=(0, 1, 2)), works
+
+
+def _length_problems(config: Config, model: model_config.ModelConfig) -> list[str]:
+    """A request of full length must fit into the model's positions and into a replica's pages."""
+    engine = config.rollout.backend.engine
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    try:
+        limits = model_config.EngineConfig(
+            num_pages=engine.num_pages, max_model_len=engine.max_model_len
+        ).resolve(model)
+    except model_config.ConfigError as error:
+        return [f"rollout.backend.engine: {error}"]
+    assert limits.max_model_len is not None, "resolve() fills it"
+    if longest <= limits.max_model_len:
+        return []
+    pages = -(-longest // model.index_block_size)
+    return [
+        f"rollout.max_tokens: data.max_prompt_tokens + rollout.max_tokens = {longest} is more than "
+        f"a replica can hold: {limits.max_model_len} (max_position_embeddings "
+        f"{model.max_position_embeddings}, {engine.num_pages} pages of {model.index_block_size} "
+        f"tokens); shorten them, or set rollout.backend.engine.num_pages to {pages} or more"
+    ]
+
+
+def _dataset_problems(config: Config) -> list[str]:
+    problems = []
+    for key, dataset in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if dataset is None:
+            continue
+        try:
+            if not list(itertools.islice(iterate_items(config, dataset, key), CHECKED_ITEMS)):
+                problems.append(f"{key}: the dataset is empty")
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _notices(config: Config) -> list[str]:
+    rollout = config.rollout
+    cut = [
+        k for k, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(rollout, k) != off
+    ]
+    notices = []
+    if cut:
+        notices.append(
+            f"rollout.{cut[0]}: {getattr(rollout, cut[0])} truncates the sampling distribution, and "
+            "the trainer's is whole: expect a mismatch between their logprobs"
+        )
+    if config.eval.at_start or config.eval.at_end or config.eval.every:
+        name = getattr(config.data.eval, "size", None)
+        if name is not None and name < config.eval.num_prompts:
+            notices.append(
+                f"eval.num_prompts: {config.eval.num_prompts} is more than data.eval.size: {name}; "
+                "all of them are used"
+            )
+    return notices
+
+
+def _measure(config: Config, model: model_config.ModelConfig, notices: tuple[str, ...]) -> Plan:
+    rollout = config.rollout
+    prompt, completion = config.data.max_prompt_tokens, rollout.max_tokens
+    page, pages = model.index_block_size, rollout.backend.engine.num_pages
+    parameters = parameters_by_class(model)
+    per_replica = -(-rollout.prompts_per_step // rollout.backend.num_replicas)
+    shared = prompt // page
+    own = -(-(prompt + completion) // page) - shared
+    running = min(per_replica * rollout.group_size, rollout.backend.engine.max_running_requests)
+    return Plan(
+        name=config.run.name,
+        num_ranks=config.train.num_ranks,
+        num_replicas=rollout.backend.num_replicas,
+        parameters=parameters,
+        trainer_bytes=_trainer_bytes(config, parameters),
+        replica_bytes=_replica_bytes(config, model, parameters),
+        tokens_per_step=rollout.prompts_per_step * rollout.group_size * (prompt + completion),
+        page_size=page,
+        num_pages=pages,
+        demand_pages=min(per_replica, running) * shared + running * own,
+        notices=notices,
+    )
+
+
+def parameters_by_class(model: model_config.ModelConfig) -> dict[str, int]:
+    """Parameters of the text model by class of weight."""
+    C, D = model.hidden_size, model.head_dim
+    heads = model.num_attention_heads + model.num_key_value_heads
+    layers, moe = model.num_hidden_layers, len(model.moe_layers)
+    index = model.index_head_dim * (C * (model.index_n_heads + 1) + 2)
+    return {
+        "embedding and head": 2 * model.vocab_size * C,
+        "attention": layers * (2 * C * D * heads + 2 * D),
+        "index branch": len(model.sparse_layers) * index,
+        "dense MLP": (layers - moe) * 3 * C * model.dense_intermediate_size,
+        "routed experts": moe * model.num_local_experts * 3 * C * model.intermediate_size,
+        "shared experts": moe * 3 * C * model.shared_intermediate_size,
+        "router": moe * model.num_local_experts * (C + 1),
+        "norms": (2 * layers + 1) * C,
+    }
+
+
+def _trainer_bytes(config: Config, parameters: dict[str, int]) -> dict[str, int]:
+    """The index branch is frozen: it has a master, no gradient and no moments."""
+    total = sum(parameters.values())
+    trained = total - parameters["index branch"]
+    out = {"FP32 masters": 4 * total, "gradients": 4 * trained, "Adam moments": 8 * trained}
+    if config.policy.dtype != "float32":
+        out[f"{config.policy.dtype} copy"] = DTYPE_BYTES[config.policy.dtype] * total
+    return out
+
+
+def _replica_bytes(
+    config: Config, model: model_config.ModelConfig, parameters: dict[str, int]
+) -> dict[str, int]:
+    width = DTYPE_BYTES[config.policy.dtype]
+    router = parameters["router"]
+    slots = config.rollout.backend.engine.num_pages * model.index_block_size
+    sparse = len(model.sparse_layers)
+    kv = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
+    out = {
+        "weights": width * (sum(parameters.values()) - router) + 4 * router,
+        "KV pages": slots * kv * width,
+        "index pages": slots * sparse * model.index_head_dim * width,
+    }
+    if config.rollout.capture_routing:
+        out["captured routing"] = slots * len(model.moe_layers) * model.num_experts_per_tok
+    if config.rollout.capture_blocks:
+        blocks = sparse * model.num_key_value_heads * model.index_topk_blocks
+        out["captured blocks"] = 4 * slots * blocks
+    return out
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes / 1024:.1f} KiB"

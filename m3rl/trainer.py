@@ -1,0 +1,330 @@
+"""THE LOOP: the one file that composes rollout, grpo and weight_sync.
+
+    restore ─▶ sync(v) ─▶ ┌ prompts ─▶ groups (generate, score) ─▶ batch ─▶ update: v+1 ─▶ sync(v+1) ┐
+                          └◀── metrics line ◀── checkpoint ◀── rollouts file ◀── evaluation ◀────────┘
+
+A step is done when its line stands in metrics.jsonl. The checkpoint of a step is written just before that line and
+carries it, so a kill at any moment costs the work since the last checkpoint and nothing else. Weights reach the
+replicas before the first rollout of every process, resumed or not: an engine without a verified version serves nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from m3rl import checkpoint
+from m3rl.assemble import RolloutSide, rank_settings, rollout_sampling
+from m3rl.completion_metrics import completion_metrics
+from m3rl.config import Config, ConfigError
+from m3rl.data import PromptStream, load_data
+from m3rl.grpo.batch import batch_metrics, build_batch
+from m3rl.launch import TrainerRanks
+from m3rl.metrics import MetricsWriter, Progress
+from m3rl.report import accuracy_table, choose_samples, sample_table
+from m3rl.rollout.chat import ChatFormat
+from m3rl.rollout.placement import node_address, ray_cluster
+from m3rl.rollout.records import write_completions
+from m3rl.run_dir import RunDirectory, check_same_model
+from m3rl.stopwatch import Stopwatch
+from m3rl.types import Group, TrainBatch
+from m3rl.weight_sync.sync import WeightSync
+
+logger = logging.getLogger(__name__)
+
+
+def train(config: Config) -> int:
+    """Train from the beginning or from the newest checkpoint in run.dir, to train.steps.
+
+    Raises:
+        ConfigError: what cannot be trained, or resumed, and how to mend it.
+    """
+    _check_trainable(config)
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    with ExitStack() as stack:
+        run = stack.enter_context(RunDirectory(config, "train"))
+        Trainer(config, run, stack).run()
+    return 0
+
+
+def _exit_on_sigterm(signum: int, frame: object) -> None:
+    raise SystemExit(128 + signum)  # leaves through every clean-up
+
+
+def _check_trainable(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
+        raise ConfigError(
+            f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}: training needs the whole "
+            "distribution (top_p=1, top_k=0, min_p=0), or the trainer's log-probabilities would be of another one; "
+            "truncated sampling is for `m3rl rollout` and `m3rl eval`"
+        )
+
+
+class Trainer:
+    """One process's part of a training run, from restoring to the final table."""
+
+    def __init__(self, config: Config, run: RunDirectory, stack: ExitStack) -> None:
+        self._config = config
+        self._run = run
+        self._model_path = str(config.find(config.model.path))
+        found = checkpoint.find_latest(run.path)
+        if found is not None and config.checkpoint.resume == "never":
+            raise ConfigError(
+                f"run.dir={run.path} holds a checkpoint of step {found.step} and checkpoint.resume is 'never'; "
+                "set checkpoint.resume=auto to go on from it, or choose another run.dir"
+            )
+        if found is not None:
+            check_same_model(found.path, self._model_path)
+        self._found = found
+        chat = ChatFormat.load(self._model_path)
+        self._think_end_id = chat.think_end_id
+        data = load_data(config, chat)
+        self._eval_set = data.eval.environment if data.eval is not None else ""
+        self._data_counts = data.counts
+        self._stream = PromptStream(data.train, seed=config.run.seed, shuffle=config.data.shuffle)
+        self._start_processes(chat, data, stack)
+        self._sampling = rollout_sampling(config)
+        self._restarts_left = config.rollout.backend.max_restarts
+        self._step = self._version = self._skipped = 0
+        self._earlier_s = 0.0
+        self._began = time.monotonic()
+
+    def _start_processes(self, chat: ChatFormat, data: Any, stack: ExitStack) -> None:
+        config = self._config
+        num_replicas = config.rollout.backend.num_replicas
+        stack.enter_context(ray_cluster(config.train.num_ranks + num_replicas))
+        self._rollouts = RolloutSide(config, chat, data)
+        stack.callback(self._rollouts.close)
+        self._ranks = TrainerRanks(
+            rank_settings(config), config.train.num_ranks, num_threads=config.train.num_threads
+        )
+        stack.callback(self._ranks.close)
+        self._rollouts.wait_started()
+        self._backend = self._rollouts.backend
+        self._collector = self._rollouts.collector(self._heal)
+        self._sync = WeightSync(
+            self._ranks,
+            {replica: self._backend.receiver(replica) for replica in range(num_replicas)},
+            pause=lambda replica: self._backend.pause("keep", replica),
+            resume=self._backend.resume,
+            host=node_address(),
+            timeout_s=config.weight_sync.timeout_s,
+            min_replicas=config.weight_sync.min_replicas,
+            verify=config.weight_sync.verify,
+        )
+
+    def run(self) -> None:
+        """Restore, train to the last step, evaluate, report."""
+        resume_line = self._restore()
+        writer = MetricsWriter(
+            self._run.path,
+            self._config.to_dict(),
+            self._config.logging.wandb,
+            resume_step=self._step,
+            resume_line=resume_line,
+        )
+        progress = Progress(self._config.train.steps, self._step)
+        exit_code = 1
+        try:
+            for replica in range(self._backend.num_replicas):
+                self._sync.connect(replica)
+            self._sync_weights()
+            if self._config.eval.at_start and self._step == 0:
+                writer.log_apart(0, self._evaluate())
+            while self._step < self._config.train.steps:
+                self._train_step(writer, progress)
+            self._finish(writer)
+            exit_code = 0
+        finally:
+            progress.close()
+            writer.finish(exit_code)
+
+    def _restore(self) -> dict[str, Any] | None:
+        """Bring ranks and stream to the checkpoint, or to the initial weights; the checkpoint's metrics line."""
+        if self._found is None:
+            self._ranks.all("load_initial", self._model_path)
+            logger.info("starting from %s; run directory %s", self._model_path, self._run.path)
+            return None
+        state = self._found.state
+        self._ranks.all("load_initial", self._model_path)
+        self._ranks.all("load", str(self._found.path))
+        self._stream.restore(state["stream"])
+        self._step, self._version = state["step"], state["version"]
+        self._skipped, self._earlier_s = state["skipped_updates"], state["seconds"]
+        logger.info("resumed from step %d (%s)", self._step, self._found.path)
+        return dict(state["metrics"])
+
+    def _train_step(self, writer: MetricsWriter, progress: Progress) -> None:
+        config, step, watch = self._config, self._step + 1, Stopwatch()
+        with watch("time/data"):
+            prompts = self._stream.take(config.rollout.prompts_per_step)
+        with watch("time/generate"):
+            groups, faults = self._collector.collect(
+                prompts, config.rollout.group_size, self._sampling
+            )
+        watch.move("time/generate", "time/reward", faults.reward_s)
+        with watch("time/advantage"):
+            batch = self._batch(groups)
+        record: dict[str, Any] = completion_metrics(
+            groups, version=self._version, think_end_id=self._think_end_id
+        )
+        record |= batch_metrics(groups, batch, advantage=config.grpo.advantage)
+        record |= faults.metrics() | self._data_counts | {"data/epoch": self._stream.epoch}
+        with watch("time/train"):
+            record |= self._ranks.all("update", batch)[0]
+            record["weights_hash"] = self._ranks.one(0, "master_hash")
+        self._count_skipped(int(record.get("optim/update_skipped", 0)))
+        self._version = int(record["policy/version"])
+        record |= self._sync_weights() | self._backend.stats()
+        if self._is_eval_step(step):
+            with watch("time/validate"):
+                record |= self._evaluate()
+        completions = [c for group in groups for c in group.completions]
+        write_completions(self._run.rollouts(step), completions)
+        self._show_samples(step, groups, writer)
+        record |= _throughput(groups, batch, watch)
+        self._step = step
+        if self._is_save_step(step):
+            with watch("time/checkpoint"):
+                self._save(record | watch.record())
+        writer.log(step, record | watch.record())
+        progress.update(
+            {
+                "reward": record.get("reward/mean", float("nan")),
+                "solved": record.get("reward/solved_frac", float("nan")),
+                "step_s": watch.total_s(),
+            }
+        )
+
+    def _batch(self, groups: list[Group]) -> TrainBatch:
+        grpo = self._config.grpo
+        return build_batch(
+            groups,
+            temperature=self._config.rollout.temperature,
+            advantage=grpo.advantage,
+            skip_zero_variance=grpo.skip_zero_variance,
+            truncated=grpo.truncated,
+        )
+
+    def _sync_weights(self) -> dict[str, Any]:
+        """Bring every replica to the ranks' version; those that fail are restarted or dropped. `refit/*`."""
+        if self._sync.ready(self._version) == self._backend.alive:  # the update was skipped
+            return {}
+        report = self._sync.sync(self._version, self._backend.alive)
+        for replica, reason in report.failed.items():
+            logger.error("replica %d failed in the weight sync: %s", replica, reason)
+            self._heal(replica)
+        return report.metrics()
+
+    def _heal(self, replica: int) -> bool:
+        """Restart a replica and sync it; dropped for good once the restarts are used up."""
+        if self._restarts_left == 0:
+            logger.error("replica %d is dropped: rollout.backend.max_restarts is used up", replica)
+            self._backend.drop(replica)
+            return False
+        self._restarts_left -= 1
+        self._backend.restart(replica)
+        self._sync.connect(replica, self._backend.receiver(replica))
+        report = self._sync.sync(self._version, [replica])
+        if report.failed:
+            return self._heal(replica)
+        logger.warning("replica %d is back with policy version %d", replica, self._version)
+        return True
+
+    def _evaluate(self) -> dict[str, float]:
+        metrics = self._rollouts.evaluate(self._collector)
+        prefix = f"eval/{self._eval_set}/"
+        figures = {name.removeprefix(prefix): value for name, value in metrics.items()}
+        self._run.record_evaluation(
+            {"set": self._eval_set, "version": self._version, "step": self._step, **figures}
+        )
+        logger.info(
+            "policy version %d: held-out accuracy %.1f %% (%d prompts)",
+            self._version,
+            100 * figures["accuracy"],
+            figures["num_prompts"],
+        )
+        return metrics
+
+    def _is_eval_step(self, step: int) -> bool:
+        options = self._config.eval
+        is_last = step == self._config.train.steps
+        return (options.every > 0 and step % options.every == 0) or (options.at_end and is_last)
+
+    def _is_save_step(self, step: int) -> bool:
+        every = self._config.checkpoint.every
+        return step == self._config.train.steps or (every > 0 and step % every == 0)
+
+    def _count_skipped(self, skipped: int) -> None:
+        self._skipped += skipped
+        limit = self._config.train.max_skipped_updates
+        if self._skipped > limit:
+            raise RuntimeError(
+                f"{self._skipped} updates were skipped for a loss or gradient that is not finite; "
+                f"train.max_skipped_updates={limit}. Look at optim/grad_norm and policy/ratio_max in "
+                f"{self._run.path}/metrics.jsonl; a lower optimizer.lr is the usual cure"
+            )
+
+    def _save(self, record: dict[str, Any]) -> None:
+        state = {
+            "step": self._step,
+            "version": self._version,
+            "stream": self._stream.state(),
+            "skipped_updates": self._skipped,
+            "seconds": self._seconds(),
+            "metrics": record,
+        }
+        checkpoint.save(
+            self._run.path,
+            self._step,
+            lambda path: self._ranks.all("save", str(path)) and None,
+            state,
+            keep=self._config.checkpoint.keep,
+        )
+
+    def _show_samples(self, step: int, groups: list[Group], writer: MetricsWriter) -> None:
+        options = self._config.logging
+        if options.sample_table_every and step % options.sample_table_every == 0:
+            samples = choose_samples(groups, options.sample_table_rows)
+            logger.info("completions of step %d\n%s", step, sample_table(samples))
+            writer.log_samples(step, samples)
+
+    def _finish(self, writer: MetricsWriter) -> None:
+        """The final table; the last evaluation is made up for when a kill came before it."""
+        if self._config.eval.at_end and not self._run.evaluation(self._eval_set, self._version):
+            writer.log_apart(self._step, self._evaluate())
+        before = self._run.evaluation(self._eval_set, 0)
+        after = self._run.evaluation(self._eval_set, self._version)
+        if before is None or after is None:
+            print(
+                f"{self._step} training steps in {self._seconds():.0f} s; run directory: {self._run.path}"
+            )
+            return
+        print(
+            accuracy_table(
+                before["accuracy"],
+                after["accuracy"],
+                num_prompts=int(after["num_prompts"]),
+                steps=self._step,
+                seconds=self._seconds(),
+                run_dir=self._run.path,
+            )
+        )
+
+    def _seconds(self) -> float:
+        return self._earlier_s + time.monotonic() - self._began
+
+
+def _throughput(groups: list[Group], batch: TrainBatch, watch: Stopwatch) -> dict[str, float]:
+    """`perf/*`: generated tokens and trained row tokens a second of their phase."""
+    generated = sum(len(c.completion_ids) for group in groups for c in group.completions)
+    trained = int(batch.length_B.sum())
+    return {
+        "perf/gen_tokens_per_s": generated / max(watch.seconds("time/generate"), 1e-9),
+        "perf/train_tokens_per_s": trained / max(watch.seconds("time/train"), 1e-9),
+        "perf/padding_frac": 1 - trained / batch.ids_BS.size if batch.ids_BS.size else 0.0,
+    }

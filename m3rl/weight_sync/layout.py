@@ -1,0 +1,185 @@
+"""Who holds which part of which published tensor: rectangles, their checks and their digest.
+
+rank's layout = [TensorSlot(name, dtype, global shape, bounds, bucket), ...]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from m3rl.types import TensorSlot
+from m3rl.weight_sync.errors import LayoutError
+
+Bounds = tuple[tuple[int, int], ...]
+Layout = Sequence[TensorSlot]
+
+WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def bucket_order(bucket: str) -> tuple[int, int]:
+    """Place of a bucket in a sync: 'pre', then 'layer.0', 'layer.1', ..., then 'post'.
+
+    Raises:
+        LayoutError: another spelling.
+    """
+    if bucket in ("pre", "post"):
+        return (0 if bucket == "pre" else 2, 0)
+    kind, _, layer = bucket.partition(".")
+    if kind != "layer" or not layer.isdecimal():
+        raise LayoutError(f"bucket {bucket!r} is not 'pre', 'layer.<number>' or 'post'")
+    return (1, int(layer))
+
+
+def extents(bounds: Bounds) -> tuple[int, ...]:
+    """Size of a rectangle along each dimension."""
+    return tuple(stop - start for start, stop in bounds)
+
+
+def starts(bounds: Bounds) -> tuple[int, ...]:
+    return tuple(start for start, _ in bounds)
+
+
+def whole(shape: Sequence[int]) -> Bounds:
+    """The rectangle that is all of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def volume(bounds: Bounds) -> int:
+    """Elements in a rectangle; 1 for a scalar's, which has no dimension."""
+    return math.prod(extents(bounds))
+
+
+def intersect(a: Bounds, b: Bounds) -> Bounds | None:
+    """The rectangle common to two rectangles of one tensor, None where they only touch or miss."""
+    both = tuple(
+        (max(a_start, b_start), min(a_stop, b_stop))
+        for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True)
+    )
+    return both if all(start < stop for start, stop in both) else None
+
+
+def contains(outer: Bounds, inner: Bounds) -> bool:
+    return intersect(outer, inner) == inner
+
+
+def first_overlap(rectangles: Iterable[Bounds]) -> tuple[Bounds, Bounds] | None:
+    """Two of the rectangles that share an element, None when they are disjoint."""
+    active: list[Bounds] = []
+    for rectangle in sorted(rectangles):
+        # Sorted by their first row: what ends before this one begins can overlap no later one.
+        active = [other for other in active if not other or other[0][1] > rectangle[0][0]]
+        for other in active:
+            if intersect(other, rectangle) is not None:
+                return other, rectangle
+        active.append(rectangle)
+    return None
+
+
+def covers(outer: Bounds, parts: Sequence[Bounds]) -> bool:
+    """Whether disjoint `parts`, all inside `outer`, leave nothing of it out."""
+    return sum(volume(part) for part in parts) == volume(outer)
+
+
+def by_name(layout: Layout) -> dict[str, list[TensorSlot]]:
+    """Slots of each tensor, in the layout's order."""
+    slots: dict[str, list[TensorSlot]] = defaultdict(list)
+    for slot in layout:
+        slots[slot.name].append(slot)
+    return dict(slots)
+
+
+def as_slots(described: Iterable[Any]) -> tuple[TensorSlot, ...]:
+    """What an engine says it holds (objects with TensorSlot's fields) as TensorSlots."""
+    return tuple(
+        TensorSlot(
+            slot.name,
+            str(slot.dtype).removeprefix("torch."),
+            tuple(int(size) for size in slot.shape),
+            tuple((int(start), int(stop)) for start, stop in slot.bounds),
+            slot.bucket,
+        )
+        for slot in described
+    )
+
+
+def layout_digest(layout: Layout) -> str:
+    """SHA-256 of the layout as canonical JSON, whatever the order of its slots."""
+    rows = sorted([s.name, s.dtype, list(s.shape), s.bounds, s.bucket] for s in layout)
+    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_layout(layout: Layout, owner: str) -> None:
+    """Refuse a layout that cannot be true.
+
+    Args:
+        owner: whose it is, for the message.
+
+    Raises:
+        LayoutError: nothing held; unknown dtype or bucket; bounds outside the shape or empty; a
+            part held twice.
+    """
+    if not layout:
+        raise LayoutError(f"{owner} holds no tensor; its weights are not allocated yet")
+    for slot in layout:
+        fault = _fault(slot)
+        if fault:
+            raise LayoutError(f"{owner}: {slot.name}: {fault}")
+        bucket_order(slot.bucket)
+    for name, slots in by_name(layout).items():
+        check_same_tensor(slots, [owner] * len(slots))
+        twice = first_overlap(slot.bounds for slot in slots)
+        if twice is not None:
+            raise LayoutError(f"{owner}: {name}: holds a part twice, in {twice[0]} and {twice[1]}")
+
+
+def check_same_tensor(slots: Sequence[TensorSlot], owners: Sequence[str]) -> None:
+    """Refuse slots of one name that disagree about dtype, global shape or bucket.
+
+    Raises:
+        LayoutError: names the tensor, both owners and both values.
+    """
+    for slot, owner in zip(slots, owners, strict=True):
+        for field in ("dtype", "shape", "bucket"):
+            here, there = getattr(slot, field), getattr(slots[0], field)
+            if here != there:
+                raise LayoutError(
+                    f"{slot.name}: {field} is {there} on {owners[0]} and {here} on {owner}; "
+                    "both sides must hold the same tensor"
+                )
+
+
+def grid_cells(bounds: Bounds, cuts: Sequence[Sequence[int]]) -> Iterator[Bounds]:
+    """The pieces of a rectangle between cutting planes, in row-major order.
+
+    Args:
+        cuts: per dimension, ascending places to cut at; those outside the rectangle do nothing.
+    """
+    if not bounds:
+        yield ()
+        return
+    (start, stop), rest = bounds[0], bounds[1:]
+    edges = [start, *(cut for cut in cuts[0] if start < cut < stop), stop]
+    for first, last in pairwise(edges):
+        for cell in grid_cells(rest, cuts[1:]):
+            yield ((first, last), *cell)
+
+
+def _fault(slot: TensorSlot) -> str | None:
+    if slot.dtype not in WIRE_DTYPES:
+        return f"dtype {slot.dtype} cannot be sent; use one of {sorted(WIRE_DTYPES)}"
+    if len(slot.bounds) != len(slot.shape):
+        return f"bounds {slot.bounds} do not fit shape {slot.shape}"
+    if not all(
+        0 <= start < stop <= size
+        for (start, stop), size in zip(slot.bounds, slot.shape, strict=True)
+    ):
+        return f"bounds {slot.bounds} are empty or reach outside shape {slot.shape}"
+    return None

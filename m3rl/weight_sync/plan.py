@@ -1,0 +1,291 @@
+"""The static plan of a sync: who sends which rectangle of which tensor to whom.
+
+Pure functions of the layouts, no device, the same result in every process. Ranks are counted
+separately on the two
+sides: `sender` among the trainer ranks, `receiver` among the workers of one replica.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from m3rl.types import TensorSlot
+from m3rl.weight_sync.errors import PlanError
+from m3rl.weight_sync.layout import (
+    WIRE_DTYPES,
+    Bounds,
+    Layout,
+    bucket_order,
+    by_name,
+    check_layout,
+    check_same_tensor,
+    contains,
+    covers,
+    extents,
+    first_overlap,
+    grid_cells,
+    volume,
+    whole,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOp:
+    """One rectangle of one tensor, from one trainer rank to one worker."""
+
+    bucket: str
+    name: str
+    dtype: str
+    bounds: Bounds
+    sender: int
+    receiver: int
+
+    @property
+    def nbytes(self) -> int:
+        return volume(self.bounds) * WIRE_DTYPES[self.dtype].itemsize
+
+    def __str__(self) -> str:
+        where = ",".join(f"{start}:{stop}" for start, stop in self.bounds)
+        return f"{self.name}[{where}] ({self.bucket})"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All copies that bring one replica to the trainer's weights, in the order they travel."""
+
+    ops: tuple[CopyOp, ...]
+    digest: str
+    """Of all ops, in order."""
+
+    def sends(self, sender: int) -> tuple[CopyOp, ...]:
+        return tuple(op for op in self.ops if op.sender == sender)
+
+    def receives(self, receiver: int) -> tuple[CopyOp, ...]:
+        return tuple(op for op in self.ops if op.receiver == receiver)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(op.nbytes for op in self.ops)
+
+    @property
+    def num_tensors(self) -> int:
+        return len({op.name for op in self.ops})
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    bucket: str
+    name: str
+    dtype: str
+    bounds: Bounds
+    receiver: int
+    holders: tuple[int, ...]
+    """Trainer ranks that could send it, ascending."""
+
+    @property
+    def nbytes(self) -> int:
+        return volume(self.bounds) * WIRE_DTYPES[self.dtype].itemsize
+
+
+def ops_digest(ops: Sequence[CopyOp]) -> str:
+    """SHA-256 of a canonical text of the ops in their order: equal in every process."""
+    rows = [[op.bucket, op.name, op.dtype, op.bounds, op.sender, op.receiver] for op in ops]
+    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+def make_plan(senders: Sequence[Layout], receivers: Sequence[Layout], max_op_bytes: int) -> Plan:
+    """Plan the copies from all trainer ranks to all workers of a replica.
+
+    Wanted rectangles are cut along the edges of everything held on either side, so a piece is held
+    or wanted whole or not at all, and workers that hold the same part receive identical pieces. A
+    piece held by several trainer ranks is sent by the one that has the fewest bytes to send so far.
+
+    Args:
+        senders: layout of each trainer rank.
+        receivers: layout of each worker of the replica.
+        max_op_bytes: larger pieces are split.
+
+    Raises:
+        LayoutError: a layout is impossible, or two sides disagree about a tensor.
+        PlanError: a part that nobody holds, or a tensor that the replica does not want whole.
+    """
+    if max_op_bytes < 64:
+        raise PlanError(f"max_op_bytes={max_op_bytes} is too small to hold a row; use at least 64")
+    _check_both_sides(senders, receivers)
+    held = [by_name(layout) for layout in senders]
+    wanted = [by_name(layout) for layout in receivers]
+    pieces: dict[str, list[_Piece]] = defaultdict(list)
+    for name in sorted({name for layout in wanted for name in layout}):
+        for piece in _pieces(name, held, wanted, max_op_bytes):
+            pieces[piece.bucket].append(piece)
+    load = [0] * len(senders)
+    ops: list[CopyOp] = []
+    for bucket in sorted(pieces, key=bucket_order):
+        ops.extend(_assign(pieces[bucket], load))
+    return Plan(tuple(ops), ops_digest(ops))
+
+
+def check_plan(plan: Plan, senders: Sequence[Layout], receivers: Sequence[Layout]) -> None:
+    """Prove that the plan brings every worker exactly what it holds and that each op can be sent.
+
+    Raises:
+        PlanError: names the tensor that is missing, sent twice, not held by its sender or out of
+            order.
+    """
+    if plan.digest != ops_digest(plan.ops):
+        raise PlanError(f"plan digest {plan.digest[:12]} does not belong to its ops; plan again")
+    for rank, layout in enumerate(senders):
+        check_sends(layout, plan.sends(rank), f"trainer rank {rank}")
+    for rank, layout in enumerate(receivers):
+        check_receives(layout, plan.receives(rank), f"worker {rank}")
+    strangers = [
+        op for op in plan.ops if op.sender >= len(senders) or op.receiver >= len(receivers)
+    ]
+    if strangers:
+        raise PlanError(f"{strangers[0]} names a rank that does not exist")
+    buckets = [bucket_order(op.bucket) for op in plan.ops]
+    if buckets != sorted(buckets):
+        raise PlanError("ops are not ordered by bucket: pre, layer.0, layer.1, ..., post")
+
+
+def check_sends(layout: Layout, ops: Sequence[CopyOp], owner: str) -> None:
+    """Prove that a trainer rank holds all that it is to send.
+
+    Raises:
+        PlanError: names the op.
+    """
+    held = by_name(layout)
+    for op in ops:
+        if not any(_fits(op, slot) for slot in held.get(op.name, ())):
+            raise PlanError(f"{owner} is to send {op} as {op.dtype}, which it does not hold so")
+
+
+def check_receives(layout: Layout, ops: Sequence[CopyOp], owner: str) -> None:
+    """Prove that a worker receives every element it holds exactly once, and nothing else.
+
+    Raises:
+        PlanError: names the tensor.
+    """
+    parts: dict[TensorSlot, list[Bounds]] = {slot: [] for slot in layout}
+    slots = by_name(layout)
+    for op in ops:
+        home = next((slot for slot in slots.get(op.name, ()) if _fits(op, slot)), None)
+        if home is None:
+            raise PlanError(f"{owner} is to receive {op} as {op.dtype}, for which it has no place")
+        parts[home].append(op.bounds)
+    for slot, rectangles in parts.items():
+        twice = first_overlap(rectangles)
+        if twice is not None:
+            raise PlanError(f"{owner} would receive a part of {slot.name} twice: {twice[1]}")
+        if not covers(slot.bounds, rectangles):
+            count = sum(volume(part) for part in rectangles)
+            raise PlanError(
+                f"{owner} would receive {count} of {volume(slot.bounds)} elements of {slot.name}; "
+                "a copy is missing from the plan"
+            )
+
+
+def windows(ops: Sequence[CopyOp], chunk_bytes: int) -> Iterator[list[CopyOp]]:
+    """Consecutive ops of one bucket that travel together, at most `chunk_bytes` (or one op)."""
+    window: list[CopyOp] = []
+    size = 0
+    for op in ops:
+        if window and (op.bucket != window[0].bucket or size + op.nbytes > chunk_bytes):
+            yield window
+            window, size = [], 0
+        window.append(op)
+        size += op.nbytes
+    if window:
+        yield window
+
+
+def _check_both_sides(senders: Sequence[Layout], receivers: Sequence[Layout]) -> None:
+    owned: dict[str, list[tuple[TensorSlot, str]]] = defaultdict(list)
+    for side, layouts in (("trainer rank", senders), ("worker", receivers)):
+        if not layouts:
+            raise PlanError(f"there is no {side}; a sync needs at least one on each side")
+        for rank, layout in enumerate(layouts):
+            check_layout(layout, f"{side} {rank}")
+            for slot in layout:
+                owned[slot.name].append((slot, f"{side} {rank}"))
+    for name, slots in owned.items():
+        check_same_tensor([slot for slot, _ in slots], [owner for _, owner in slots])
+        if not any(owner.startswith("worker") for _, owner in slots):
+            raise PlanError(
+                f"{name} is held by {slots[0][1]} and by no worker; the replica does not list it"
+            )
+        if not any(owner.startswith("trainer") for _, owner in slots):
+            raise PlanError(
+                f"{name} is held by {slots[0][1]} and by no trainer rank; the trainer does not "
+                "list it (a buffer is not among a module's parameters)"
+            )
+
+
+def _pieces(
+    name: str,
+    held: Sequence[dict[str, list[TensorSlot]]],
+    wanted: Sequence[dict[str, list[TensorSlot]]],
+    max_op_bytes: int,
+) -> list[_Piece]:
+    sources = [(slot.bounds, r) for r, slots in enumerate(held) for slot in slots.get(name, ())]
+    targets = [(slot, r) for r, slots in enumerate(wanted) for slot in slots.get(name, ())]
+    edges = [bounds for bounds, _ in sources] + [slot.bounds for slot, _ in targets]
+    cuts = [sorted({edge for side in sides for edge in side}) for sides in zip(*edges, strict=True)]
+    pieces: list[_Piece] = []
+    for slot, receiver in targets:
+        itemsize = WIRE_DTYPES[slot.dtype].itemsize
+        for cell in grid_cells(slot.bounds, cuts):
+            holders = tuple(sorted({r for bounds, r in sources if contains(bounds, cell)}))
+            if not holders:
+                raise PlanError(
+                    f"{name}: no trainer rank holds {cell}, which worker {receiver} needs"
+                )
+            pieces.extend(
+                _Piece(slot.bucket, name, slot.dtype, part, receiver, holders)
+                for part in _split(cell, max_op_bytes // itemsize)
+            )
+    if not covers(whole(targets[0][0].shape), list({piece.bounds for piece in pieces})):
+        raise PlanError(
+            f"{name}: the workers together hold only a part of shape {targets[0][0].shape}; "
+            "the replica is not a complete copy of the model"
+        )
+    return pieces
+
+
+def _split(bounds: Bounds, max_elements: int) -> Iterator[Bounds]:
+    """Cut a rectangle into even pieces of at most `max_elements`, along its first dimensions."""
+    if volume(bounds) <= max_elements:
+        yield bounds
+        return
+    dim = next(d for d, size in enumerate(extents(bounds)) if size > 1)
+    start, stop = bounds[dim]
+    rows_per_piece = max(1, max_elements * (stop - start) // volume(bounds))
+    num_pieces = -(-(stop - start) // rows_per_piece)
+    edges = [start + (stop - start) * i // num_pieces for i in range(num_pieces + 1)]
+    for first, last in pairwise(edges):
+        yield from _split((*bounds[:dim], (first, last), *bounds[dim + 1 :]), max_elements)
+
+
+def _assign(pieces: Sequence[_Piece], load: list[int]) -> list[CopyOp]:
+    """Choose the sender of each piece of a bucket, largest first, and add its bytes to `load`."""
+    ops = []
+    for piece in sorted(pieces, key=lambda p: (-p.nbytes, p.name, p.bounds, p.receiver)):
+        sender = min(piece.holders, key=lambda rank: (load[rank], rank))
+        load[sender] += piece.nbytes
+        ops.append(
+            CopyOp(piece.bucket, piece.name, piece.dtype, piece.bounds, sender, piece.receiver)
+        )
+    return sorted(ops, key=lambda op: (op.name, op.bounds, op.receiver))
+
+
+def _fits(op: CopyOp, slot: TensorSlot) -> bool:
+    return (
+        (op.name, op.dtype, op.bucket) == (slot.name, slot.dtype, slot.bucket)
+        and len(op.bounds) == len(slot.bounds)
+        and contains(slot.bounds, op.bounds)
+    )

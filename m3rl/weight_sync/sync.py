@@ -1,0 +1,319 @@
+"""Brings the replicas of the rollout pool to the trainer's weights, bit for bit or not at all.
+
+    PREPARE ─▶ PAUSE ─▶ STREAM ─▶ VERIFY ─▶ COMMIT ─▶ RESUME    each replica on its own, all at once
+       │                   ▲         │
+       ▼                   └─ once ──┘ a tensor differs
+    refused: nothing moved
+
+Trainer ranks own a `Sender` (send.py), workers are given an `EngineReceiver` (receive.py), this
+driver tells both what to do. The states of a replica are drawn in replica.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from m3rl.types import RemoteReceiver, SenderGroup
+from m3rl.weight_sync.errors import BusyError, NotReadyError, RefusedError, SyncError
+from m3rl.weight_sync.layout import Layout, layout_digest
+from m3rl.weight_sync.plan import Plan, check_plan, make_plan
+from m3rl.weight_sync.replica import PHASES, Driver, Phase, Replica, ReplicaState, SyncEvent
+from m3rl.weight_sync.transport import GroupSpec, Rendezvous, in_background
+
+logger = logging.getLogger(__name__)
+
+Workers = RemoteReceiver | Sequence[RemoteReceiver]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """How a sync ended."""
+
+    version: int
+    ready: tuple[int, ...]
+    """Replicas that hold `version` now, of those this sync was asked to bring there."""
+    failed: dict[int, str]
+    """Replica -> why it does not; it must be connected anew (or restarted) before the next sync."""
+    seconds: float
+    phase_seconds: dict[Phase, float]
+    """Of the slowest replica in each phase."""
+    paused_s: float
+    """Longest pause of a replica that is ready."""
+    num_bytes: int
+    """Sent to all replicas, retries included."""
+    num_tensors: int
+    checksum_ok: bool | None
+    """No replica was left with other bits than the trainer's; None: not verified."""
+    checksum_mismatches: int
+    """Tensors that differed in some attempt."""
+    wire_hash: int | None
+    """Additive hash of the model's wire bits, free of any sharding; None: not verified."""
+
+    def metrics(self) -> dict[str, float | str]:
+        """`refit/*` and `time/refit*` of a training step."""
+        stream_s = self.phase_seconds.get("stream", 0.0)
+        values: dict[str, float | str] = {
+            "refit/version": self.version,
+            "refit/bytes": self.num_bytes,
+            "refit/tensors": self.num_tensors,
+            "refit/checksum_mismatches": self.checksum_mismatches,
+            "refit/paused_s": self.paused_s,
+            "refit/failed_replicas": len(self.failed),
+            "time/refit": self.seconds,
+            "time/refit_transfer": stream_s,
+        }
+        if stream_s > 0:
+            values["refit/gbytes_per_s"] = self.num_bytes / stream_s / 1e9
+        for phase, seconds in self.phase_seconds.items():
+            values[f"refit/{phase}_s"] = seconds
+        if self.checksum_ok is not None:
+            values["refit/checksum_ok"] = float(self.checksum_ok)
+        if self.wire_hash is not None:
+            values["refit/hash"] = f"{self.wire_hash:016x}"
+        return values
+
+
+class WeightSync:
+    """The driver of all weight syncs of a run."""
+
+    def __init__(
+        self,
+        senders: SenderGroup,
+        replicas: Mapping[int, Workers],
+        *,
+        pause: Callable[[int], object],
+        resume: Callable[[int], object],
+        host: str,
+        timeout_s: float,
+        min_replicas: int,
+        verify: bool,
+        chunk_bytes: int = 256 << 20,
+        backend: str = "gloo",
+    ) -> None:
+        """
+        Args:
+            senders: trainer ranks; `call(rank, 'sync_...', ...)` reaches the Sender of a rank.
+            replicas: number of each replica -> its worker, or its workers in rank order.
+            pause: called with a replica's number; when it returns (or its Future ends) no forward
+                pass is under way there and none begins.
+            resume: called once a replica is committed.
+            host: address of this machine that trainer ranks and workers can reach.
+            timeout_s: longest wait in any phase, for any replica.
+            min_replicas: fewer replicas with the new version are an error.
+            verify: compare hashes before every commit.
+            chunk_bytes: most bytes on the way at a time between members; they keep two chunks in
+                flight.
+            backend: transport of the groups.
+        """
+        self.events: list[SyncEvent] = []
+        """Every phase that a replica entered, oldest first."""
+        self._senders = senders
+        self._driver = Driver(senders, pause, resume, timeout_s, verify, self.events)
+        self._replicas = {
+            number: Replica(number, _as_workers(workers), self._driver)
+            for number, workers in sorted(replicas.items())
+        }
+        self._min_replicas = min_replicas
+        self._chunk_bytes = chunk_bytes
+        self._backend = backend
+        self._rendezvous = Rendezvous(host, timeout_s)
+        self._sender_layouts: list[Layout] = []
+        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._serial = 0
+        self._lock = threading.Lock()
+        self._holder = ""
+
+    def connect(self, replica: int, workers: Workers | None = None) -> None:
+        """Give the replica receivers, plan for what it holds and build its group; it is EMPTY then.
+
+        Args:
+            workers: handles on the restarted replica; None: those it had.
+
+        Raises:
+            BusyError: a sync is open.
+            SyncError: a member is late or failed, or the layouts do not fit together (names the
+                tensor).
+        """
+        with self._hold(f"connect({replica})"):
+            one = self._replica(replica)
+            if one.is_connected:
+                one.disconnect()
+            if workers is not None:
+                one = self._replicas[replica] = Replica(replica, _as_workers(workers), self._driver)
+            is_done = False
+            try:
+                self._join(one)
+                is_done = True
+            finally:
+                if not is_done:
+                    one.disconnect()
+
+    def sync(self, version: int, replicas: Sequence[int] | None = None) -> SyncReport:
+        """Bring replicas to the trainer's present weights, which are policy version `version`.
+
+        The trainer's weights must not change before it returns. A replica that fails is reported
+        and left POISONED, the others go on.
+
+        Args:
+            replicas: those to bring there; None: all.
+
+        Raises:
+            BusyError: another sync is open (names its holder).
+            SyncError: fewer than `min_replicas` replicas are READY(version) afterwards (says why
+                for each).
+        """
+        with self._hold(f"sync to version {version}"):
+            numbers = sorted(self._replicas) if replicas is None else sorted(set(replicas))
+            begin = time.monotonic()
+            self._serial += 1
+            running = {number: self._start(self._replica(number), version) for number in numbers}
+            failed = {
+                number: fault for number, future in running.items() if (fault := future.result())
+            }
+            report = self._report(version, numbers, failed, time.monotonic() - begin)
+        num_ready = len(self.ready(version))
+        if num_ready < self._min_replicas:
+            reasons = "; ".join(f"replica {number}: {fault}" for number, fault in failed.items())
+            raise SyncError(
+                f"{num_ready} replicas hold policy version {version} after the sync, "
+                f"{self._min_replicas} are needed (weight_sync.min_replicas): "
+                f"{reasons or 'the others were not synced'}"
+            )
+        return report
+
+    def ready(self, version: int) -> list[int]:
+        """Replicas that may serve this policy version."""
+        return [
+            number for number, one in self._replicas.items() if one.status == f"READY({version})"
+        ]
+
+    def require_ready(self, version: int) -> list[int]:
+        """Like `ready`, for the moment before the version is used.
+
+        Raises:
+            NotReadyError: fewer than `min_replicas`; says what each replica holds.
+        """
+        ready = self.ready(version)
+        if len(ready) < self._min_replicas:
+            states = ", ".join(f"replica {n} is {status}" for n, status in self.states().items())
+            raise NotReadyError(
+                f"policy version {version} is not in the replicas ({states}); {self._min_replicas} "
+                f"are needed: call sync({version}) before rollouts begin"
+            )
+        return ready
+
+    def states(self) -> dict[int, str]:
+        """State of every replica: 'EMPTY', 'SYNCING', 'READY(3)', 'POISONED'."""
+        return {number: one.status for number, one in self._replicas.items()}
+
+    def plan(self, replica: int) -> Plan | None:
+        """The plan of a connected replica."""
+        return self._replica(replica).plan
+
+    def close(self) -> None:
+        """Leave all groups."""
+        with self._hold("close"):
+            for one in self._replicas.values():
+                if one.is_connected:
+                    one.disconnect()
+
+    def _join(self, one: Replica) -> None:
+        workers = one.attach()
+        if not self._sender_layouts:
+            ranks = range(self._senders.num_ranks)
+            asked = [self._senders.call(rank, "sync_layout") for rank in ranks]
+            self._sender_layouts = [f.result(self._driver.timeout_s) for f in asked]
+        key = tuple(map(layout_digest, workers))
+        if key not in self._plans:
+            plan = make_plan(self._sender_layouts, workers, self._chunk_bytes)
+            check_plan(plan, self._sender_layouts, workers)
+            self._plans[key] = plan
+        self._serial += 1
+        spec = GroupSpec(
+            replica=one.number,
+            num_senders=self._senders.num_ranks,
+            num_workers=len(workers),
+            host=self._rendezvous.host,
+            port=self._rendezvous.port,
+            key=f"replica{one.number}/{self._serial}",
+            timeout_s=self._driver.timeout_s,
+            chunk_bytes=self._chunk_bytes,
+            backend=self._backend,
+        )
+        one.join(spec, self._plans[key], self._sender_layouts, workers)
+
+    def _start(self, one: Replica, version: int) -> Future[str | None]:
+        serial = self._serial
+        return in_background(lambda: _outcome(one, version, serial), f"sync-{one.number}")
+
+    def _report(
+        self, version: int, numbers: Sequence[int], failed: dict[int, str], seconds: float
+    ) -> SyncReport:
+        records = {number: self._replicas[number].record for number in numbers}
+        ready = tuple(number for number in numbers if number not in failed)
+        hashes = {records[n].wire_hash for n in ready}
+        if len(hashes) > 1:
+            raise SyncError(
+                f"replicas {ready} were sent different weights: {sorted(map(str, hashes))}"
+            )
+        mismatches = sum(len(record.mismatches) for record in records.values())
+        plans = [one.plan for one in self._replicas.values() if one.plan is not None]
+        return SyncReport(
+            version=version,
+            ready=ready,
+            failed=failed,
+            seconds=seconds,
+            phase_seconds={
+                phase: max(r.seconds.get(phase, 0.0) for r in records.values())
+                for phase in PHASES
+                if any(phase in r.seconds for r in records.values())
+            },
+            paused_s=max((records[n].paused_s for n in ready), default=0.0),
+            num_bytes=sum(record.num_bytes for record in records.values()),
+            num_tensors=max((plan.num_tensors for plan in plans), default=0),
+            checksum_ok=self._all_equal(records, failed) if self._driver.verify else None,
+            checksum_mismatches=mismatches,
+            wire_hash=next(iter(hashes), None),
+        )
+
+    def _all_equal(self, records: Mapping[int, Any], failed: Mapping[int, str]) -> bool:
+        return not any(records[number].mismatches for number in failed)
+
+    def _replica(self, number: int) -> Replica:
+        if number not in self._replicas:
+            raise ValueError(f"there is no replica {number}; known are {sorted(self._replicas)}")
+        return self._replicas[number]
+
+    @contextmanager
+    def _hold(self, purpose: str) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise BusyError(f"{purpose}: {self._holder} is open; wait for its end")
+        self._holder = f"{purpose} (thread {threading.current_thread().name})"
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def _outcome(one: Replica, version: int, serial: int) -> str | None:
+    """Run one replica's sync to its end; None when it is READY, else why it is not."""
+    error = in_background(lambda: one.run(version, serial), f"run-{one.number}").exception()
+    if error is None:
+        return None
+    complaints = [] if one.state is not ReplicaState.POISONED else one.disconnect()
+    if isinstance(error, RefusedError):
+        logger.error("replica %d refuses version %d: %s", one.number, version, error)
+    else:
+        logger.error("replica %d is POISONED", one.number, exc_info=error)
+    return "; ".join([str(error), *complaints])
+
+
+def _as_workers(workers: Workers) -> Sequence[RemoteReceiver]:
+    return workers if isinstance(workers, Sequence) else [workers]

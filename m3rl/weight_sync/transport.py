@@ -1,0 +1,281 @@
+"""A process group of its own for each replica: all trainer ranks, then the replica's workers.
+
+    group rank   0 .. S-1          S .. S+W-1
+                 trainer ranks     workers of one replica
+
+Built directly from a TCPStore, never the default group (accelerate owns that one), so a replica
+that dies takes one small group with it and the others go on. On the wire every tensor is a flat run
+of bytes; sizes follow from the plan that both ends have checked, so no header travels.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
+
+from m3rl.weight_sync.errors import TransportError
+
+
+def worker_ranks(num_senders: int, mesh: Sequence[int]) -> dict[tuple[int, ...], int]:
+    """Group rank of each worker: row-major over the mesh, after all trainer ranks.
+
+    Args:
+        mesh: sizes of the dimensions that number the workers, `(engines, data parallel, tensor
+            parallel)` say; every dimension that multiplies workers belongs here.
+    """
+    places = product(*(range(size) for size in mesh))
+    return {place: num_senders + i for i, place in enumerate(places)}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Everything a rank needs to join the group of one replica; travels to every member."""
+
+    replica: int
+    num_senders: int
+    num_workers: int
+    host: str
+    port: int
+    """Of the driver's TCPStore."""
+    key: str
+    """Prefix in the store, new for every attempt to connect."""
+    timeout_s: float
+    """Longest wait for the members to join, and for all transfers of one sync."""
+    chunk_bytes: int
+    """Most bytes on the way at a time; each side keeps two chunks in flight."""
+    backend: str = "gloo"
+
+    @property
+    def world_size(self) -> int:
+        return self.num_senders + self.num_workers
+
+    def worker_rank(self, worker: int) -> int:
+        return worker_ranks(self.num_senders, (self.num_workers,))[(worker,)]
+
+    def member(self, rank: int) -> str:
+        """The name of a group rank in messages."""
+        if rank < self.num_senders:
+            return f"trainer rank {rank}"
+        return worker_name(self.replica, rank - self.num_senders)
+
+
+def worker_name(replica: int, worker: int) -> str:
+    """The name of a worker in messages."""
+    return f"replica {replica} worker {worker}"
+
+
+class Rendezvous:
+    """The driver's store where groups meet; it outlives every trainer rank and every replica."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        """Listen on a free port of `host`, an address of this machine that members can reach."""
+        self.host = host
+        self._store = TCPStore(
+            host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+
+    @property
+    def port(self) -> int:
+        return self._store.port
+
+
+class Deadline:
+    """A moment in the future that several waits share."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._begin = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._begin
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, at least a millisecond: zero would mean no limit to torch."""
+        return max(1e-3, self.seconds - self.elapsed_s)
+
+    @property
+    def is_over(self) -> bool:
+        return self.elapsed_s >= self.seconds - 0.01  # a wait may end a little early
+
+
+def in_background(call: Callable[[], Any], name: str) -> Future[Any]:
+    """Run a call that may hang on a daemon thread; its result or error ends the future."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except (
+            BaseException
+        ) as error:  # outermost frame of the thread: the error belongs to the waiter
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+class Transfer(NamedTuple):
+    """One message of a group."""
+
+    wire: Tensor
+    """[bytes] uint8, contiguous; stays untouched until the transfer is waited for."""
+    peer: int
+    """Group rank of the other end."""
+    tag: int
+    """Number of the message between these two ranks in this sync."""
+    what: object
+    """Shown in errors."""
+
+
+class Posted(NamedTuple):
+    """Transfers under way."""
+
+    transfers: list[Transfer]
+    works: list[Any]
+
+
+def wire_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's bits as [bytes] uint8; a view when it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class Transport:
+    """This rank's membership in the group of one replica.
+
+    The group object is a `torch.distributed` backend, whichever its kind: `send([tensor], rank,
+    tag)`, `recv([tensor], rank, tag)`, each returning a work with `wait(timeout)`.
+    """
+
+    def __init__(self, group: Any, spec: GroupSpec, rank: int) -> None:
+        self.spec = spec
+        self.rank = rank
+        self._group = group
+
+    @classmethod
+    def join(cls, spec: GroupSpec, rank: int) -> Transport:
+        """Meet the other members.
+
+        Raises:
+            TransportError: an unknown backend, or a member that did not come in time (named).
+        """
+        if spec.backend not in _BACKENDS:
+            raise TransportError(
+                f"weight sync cannot travel over {spec.backend!r}; use one of {sorted(_BACKENDS)}"
+            )
+        timeout = timedelta(seconds=spec.timeout_s)
+        try:
+            tcp_store = TCPStore(spec.host, spec.port, None, False, timeout)
+        except RuntimeError as error:
+            raise TransportError(
+                f"{spec.member(rank)} cannot reach the driver's store at {spec.host}:{spec.port}: "
+                f"{_first_line(error)}"
+            ) from error
+        store = PrefixStore(spec.key, tcp_store)
+        store.set(_here(rank), "1")
+        try:
+            group = _BACKENDS[spec.backend](spec, rank, store, timeout)
+        except RuntimeError as error:
+            late = [m for m in range(spec.world_size) if not store.check([_here(m)])]
+            names = ", ".join(spec.member(m) for m in late) or "all came, but a connection failed"
+            raise TransportError(
+                f"{spec.member(rank)} could not join the group of replica {spec.replica} within "
+                f"{spec.timeout_s:g} s; not there: {names} ({_first_line(error)})"
+            ) from error
+        return cls(group, spec, rank)
+
+    def send(self, transfers: Iterable[Transfer]) -> Posted:
+        """Begin to send; returns at once."""
+        return self._post("send", transfers)
+
+    def receive(self, transfers: Iterable[Transfer]) -> Posted:
+        """Begin to fill the transfers' buffers; returns at once."""
+        return self._post("recv", transfers)
+
+    def wait(self, posted: Posted, deadline: Deadline) -> None:
+        """Wait until the transfers are complete: sent buffers may change, received ones be read.
+
+        Raises:
+            TransportError: one was not in time, or its other end is gone; the group is dead then.
+        """
+        for transfer, work in zip(posted.transfers, posted.works, strict=True):
+            try:
+                work.wait(timedelta(seconds=deadline.left_s))
+            except RuntimeError as error:
+                raise self._broken(transfer, deadline, error) from error
+
+    def close(self) -> None:
+        """Leave the group: its sockets close, so a peer that waits for this rank learns at once."""
+        self._group = None
+
+    def _post(self, direction: str, transfers: Iterable[Transfer]) -> Posted:
+        posted = Posted([], [])
+        begin = Deadline(self.spec.timeout_s)
+        if self._group is None:
+            raise TransportError(f"{self._name} has left the group of replica {self.spec.replica}")
+        for transfer in transfers:
+            try:
+                work = getattr(self._group, direction)([transfer.wire], transfer.peer, transfer.tag)
+            except RuntimeError as error:
+                raise self._broken(transfer, begin, error) from error
+            posted.transfers.append(transfer)
+            posted.works.append(work)
+        return posted
+
+    def _broken(
+        self, transfer: Transfer, deadline: Deadline, error: RuntimeError
+    ) -> TransportError:
+        peer = self.spec.member(transfer.peer)
+        fault = "is late" if deadline.is_over else "is gone or has left the group"
+        return TransportError(
+            f"{self._name}: {peer} {fault}: after {deadline.elapsed_s:.1f} s of "
+            f"{deadline.seconds:g} s, {transfer.what} was not transferred ({_first_line(error)})"
+        )
+
+    @property
+    def _name(self) -> str:
+        return self.spec.member(self.rank)
+
+
+def _gloo(spec: GroupSpec, rank: int, store: Store, timeout: timedelta) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # The address through which this machine reaches the driver, not whatever its host name says.
+    device = ProcessGroupGloo.create_device(hostname=_own_address(spec.host, spec.port))
+    options._devices = [device]
+    options._timeout = timeout
+    return ProcessGroupGloo(store, rank, spec.world_size, options)
+
+
+_BACKENDS: dict[str, Callable[[GroupSpec, int, Store, timedelta], Any]] = {"gloo": _gloo}
+
+
+def _own_address(host: str, port: int) -> str:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,214 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from m3rl.grpo.loss import (
+    LossInputs,
+    LossSettings,
+    clamped_log_ratio,
+    cross_entropy,
+    grpo_loss,
+    k3,
+    kl_to_reference,
+)
+from m3rl.grpo.mismatch import mismatch_metrics
+
+
+def settings(**changes):
+    defaults = {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "dual_clip": None,
+        "kl_coef": 0.0,
+        "kl_estimator": "k3",
+        "importance_cap": None,
+    }
+    return LossSettings(**(defaults | changes))
+
+
+def inputs(ratios, advantages, *, rho=None, ref=None):
+    """Tokens with π / π_old = ratios and π_old / μ = rho, at π = 1/2."""
+    logprobs = torch.full((len(ratios),), math.log(0.5), dtype=torch.float64, requires_grad=True)
+    old = logprobs.detach() - torch.tensor(ratios, dtype=torch.float64).log()
+    behaviour = old if rho is None else old - torch.tensor(rho, dtype=torch.float64).log()
+    return LossInputs(
+        logprobs_T=logprobs,
+        old_logprobs_T=old,
+        behaviour_logprobs_T=behaviour,
+        advantages_T=torch.tensor(advantages, dtype=torch.float64),
+        entropy_T=torch.zeros(len(ratios), dtype=torch.float64),
+        ref_logprobs_T=None if ref is None else torch.tensor(ref, dtype=torch.float64),
+    )
+
+
+def loss_and_grad(given, options, denominator):
+    output = grpo_loss(given, options, denominator)
+    (grad,) = torch.autograd.grad(output.loss, given.logprobs_T)
+    return output, grad
+
+
+def test_ppo_clip_by_hand_for_every_corner():
+    # (ratio, advantage) -> loss, d loss / d log π; a clipped token has no gradient.
+    cases = [
+        (1.0, 2.0, -2.0, -2.0),
+        (1.2, 1.0, -1.2, -1.2),
+        (1.5, 1.0, -1.28, 0.0),
+        (0.5, 1.0, -0.5, -0.5),
+        (1.5, -1.0, 1.5, 1.5),
+        (0.5, -1.0, 0.8, 0.0),
+    ]
+    ratios, advantages, losses, grads = zip(*cases, strict=True)
+    output, grad = loss_and_grad(inputs(ratios, advantages), settings(), denominator=10.0)
+    assert output.loss.item() == pytest.approx(sum(losses) / 10)
+    torch.testing.assert_close(grad, torch.tensor(grads, dtype=torch.float64) / 10)
+    assert output.sums["policy/clip_frac_high"].item() == pytest.approx(0.1)
+    assert output.sums["policy/clip_frac_low"].item() == pytest.approx(0.1)
+    assert output.sums["policy/clip_frac"].item() == pytest.approx(0.2)
+    assert output.sums["policy/ratio_mean"].item() == pytest.approx(sum(ratios) / 10)
+    assert output.maxima["policy/ratio_max"].item() == pytest.approx(1.5)
+
+
+def test_dual_clip_bounds_only_negative_advantages():
+    given = inputs([5.0, 5.0, 2.0], [-1.0, 1.0, -1.0])
+    output, grad = loss_and_grad(given, settings(dual_clip=3.0), denominator=1.0)
+    assert output.loss.item() == pytest.approx(3.0 - 1.28 + 2.0)
+    torch.testing.assert_close(grad, torch.tensor([0.0, 0.0, 2.0], dtype=torch.float64))
+
+
+def test_truncated_importance_weighs_the_policy_term_without_gradient_of_its_own():
+    given = inputs([1.0, 1.0], [1.0, 1.0], rho=[0.5, 7.0])
+    output, grad = loss_and_grad(given, settings(importance_cap=2.0), denominator=1.0)
+    assert output.loss.item() == pytest.approx(-0.5 - 2.0)
+    torch.testing.assert_close(grad, torch.tensor([-0.5, -2.0], dtype=torch.float64))
+
+
+def test_behaviour_as_old_policy_is_not_corrected_a_second_time():
+    given = inputs([1.1, 0.7], [1.0, -2.0])
+    with_tis = grpo_loss(given, settings(importance_cap=2.0), 2.0)
+    without = grpo_loss(given, settings(), 2.0)
+    assert torch.equal(with_tis.loss, without.loss)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    # d = log π_ref - log π = 0.5: k1 = -d, k2 = d²/2, k3 = e^d - 1 - d; slopes by log π.
+    [("k1", -0.5, 1.0), ("k2", 0.125, -0.5), ("k3", math.exp(0.5) - 1.5, 1 - math.exp(0.5))],
+)
+def test_kl_estimators_by_hand(estimator, value, slope):
+    given = inputs([1.0], [0.0], ref=[math.log(0.5) + 0.5])
+    options = settings(kl_coef=0.1, kl_estimator=estimator)
+    output, grad = loss_and_grad(given, options, denominator=1.0)
+    assert output.loss.item() == pytest.approx(0.1 * value)
+    assert grad.item() == pytest.approx(0.1 * slope)
+    assert output.sums["policy/kl_loss"].item() == pytest.approx(0.1 * value)
+    assert output.sums["policy/kl_ref_k1"].item() == pytest.approx(-0.5)
+    assert output.sums["policy/kl_ref_k3"].item() == pytest.approx(math.exp(0.5) - 1.5)
+
+
+def test_a_log_ratio_of_a_hundred_neither_overflows_nor_breaks_the_gradient():
+    logprobs = torch.tensor([-100.0], requires_grad=True)
+    ratio = clamped_log_ratio(torch.tensor([0.0]), logprobs)
+    assert k3(ratio).item() == pytest.approx(4.851652e8, rel=1e-6)
+    kl = kl_to_reference(logprobs, torch.tensor([0.0]), "k3")
+    assert kl.item() == 10.0
+    (grad,) = torch.autograd.grad(kl.sum(), logprobs)
+    assert torch.isfinite(grad).all()
+
+    given = LossInputs(
+        logprobs_T=torch.tensor([0.0, -100.0], requires_grad=True),
+        old_logprobs_T=torch.tensor([-100.0, 0.0]),
+        behaviour_logprobs_T=torch.tensor([-100.0, 0.0]),
+        advantages_T=torch.tensor([-1.0, -1.0]),
+        entropy_T=torch.zeros(2),
+        ref_logprobs_T=torch.tensor([-100.0, 0.0]),
+    )
+    output, grad = loss_and_grad(given, settings(kl_coef=1.0), denominator=2.0)
+    assert torch.isfinite(output.loss)
+    assert torch.isfinite(grad).all()
+
+
+def test_a_nan_is_not_clamped_into_a_number():
+    given = inputs([1.0, 1.0], [1.0, 1.0], ref=[float("nan"), 0.0])
+    assert torch.isnan(grpo_loss(given, settings(kl_coef=0.1), 2.0).loss)
+    broken = inputs([float("nan"), 1.0], [1.0, 1.0])
+    output, grad = loss_and_grad(broken, settings(dual_clip=3.0, importance_cap=2.0), 2.0)
+    assert torch.isnan(output.loss)
+    # The clamp's gradient is zero there: whoever decides about the step must look at the loss too.
+    assert torch.isfinite(grad).all()
+
+
+def test_no_token_gives_zero_loss():
+    output = grpo_loss(inputs([], []), settings(), denominator=5.0)
+    assert output.loss.item() == 0.0
+    assert output.maxima == {}
+
+
+def test_zero_advantages_without_kl_give_exactly_zero_loss_and_gradient():
+    given = inputs([1.0, 0.7, 1.4], [0.0, 0.0, 0.0])
+    output, grad = loss_and_grad(given, settings(dual_clip=3.0, importance_cap=2.0), 3.0)
+    assert output.loss.item() == 0.0
+    assert grad.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_loss_and_metrics_do_not_depend_on_the_micro_batch_split():
+    rng = np.random.default_rng(0)
+    ratios, advantages = rng.uniform(0.4, 1.8, 9), rng.normal(size=9)
+    rho, ref = rng.uniform(0.4, 4, 9), rng.normal(size=9)
+    options = settings(kl_coef=0.1, importance_cap=2.0, dual_clip=1.5)
+    whole = grpo_loss(inputs(ratios, advantages, rho=rho, ref=ref), options, 9.0)
+    parts = [
+        grpo_loss(inputs(ratios[p], advantages[p], rho=rho[p], ref=ref[p]), options, 9.0)
+        for p in (slice(0, 1), slice(1, 6), slice(6, 9))
+    ]
+    torch.testing.assert_close(sum(p.loss for p in parts), whole.loss)
+    for name, value in whole.sums.items():
+        torch.testing.assert_close(sum(p.sums[name] for p in parts), value)
+    assert max(p.maxima["policy/ratio_max"] for p in parts) == whole.maxima["policy/ratio_max"]
+
+
+def test_cross_entropy_is_the_mean_over_the_global_denominator():
+    assert cross_entropy(torch.tensor([-1.0, -3.0]), 8.0).item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip_low": 0.0}, "clip_low=0.0"),
+        ({"clip_high": 0.0}, "clip_high=0.0"),
+        ({"dual_clip": 1.0}, "must be above 1"),
+        ({"kl_coef": -1.0}, "must not be negative"),
+        ({"kl_estimator": "k4"}, "use one of"),
+        ({"importance_cap": 0.0}, "importance.cap"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        settings(**change)
+
+
+def test_mismatch_by_hand():
+    pi = np.log(np.array([0.5, 0.2], np.float64))
+    mu = np.log(np.array([0.25, 0.4], np.float64))  # weights 2 and 1/2
+    metrics = mismatch_metrics(pi, mu, cap=1.5)
+    assert metrics["mismatch/kl_k1"] == pytest.approx(0.0)
+    assert metrics["mismatch/kl_k3"] == pytest.approx((1 - np.log(2) + np.log(2) - 0.5) / 2)
+    assert metrics["mismatch/logprob_abs_diff_mean"] == pytest.approx(np.log(2))
+    assert metrics["mismatch/logprob_abs_diff_max"] == pytest.approx(np.log(2))
+    assert metrics["mismatch/prob_mult_error"] == pytest.approx(2.0)
+    assert metrics["mismatch/is_weight_mean"] == pytest.approx(1.25)
+    assert metrics["mismatch/is_weight_max"] == pytest.approx(2.0)
+    assert metrics["mismatch/is_truncated_frac"] == 0.5
+    assert metrics["mismatch/pearson"] == pytest.approx(-1.0)
+
+
+def test_equal_logprobs_have_no_mismatch_and_a_shift_by_one_shows():
+    logprobs = np.log(np.random.default_rng(0).uniform(0.01, 1, 200)).astype(np.float32)
+    same = mismatch_metrics(logprobs, logprobs, cap=None)
+    assert same["mismatch/kl_k3"] == 0.0
+    assert same["mismatch/logprob_abs_diff_max"] == 0.0
+    assert same["mismatch/pearson"] == pytest.approx(1.0)
+    shifted = mismatch_metrics(logprobs[1:], logprobs[:-1], cap=None)
+    assert shifted["mismatch/logprob_abs_diff_mean"] > 0.8
+    assert mismatch_metrics(logprobs[:0], logprobs[:0], cap=None) == {}

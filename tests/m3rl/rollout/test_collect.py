@@ -1,0 +1,125 @@
+"""Collecting: seeds, order, lost replicas, failed samples."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from m3rl.rollout.backend import BackendError, Generated, GenerationOutcome, ReplicaHealth
+from m3rl.rollout.collect import Collector, SamplingSettings, sample_seed
+from m3rl.types import Completion, GenerationRequest, Prompt
+
+SAMPLING = SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=4)
+
+
+def prompt(ordinal: int) -> Prompt:
+    return Prompt(ordinal, np.array([1, 2, ordinal], np.int32), f"p{ordinal}", "test", {})
+
+
+def answer(request: GenerationRequest, finish_reason: str = "stop") -> Generated:
+    """Tokens that depend on the seed alone, as a real engine's do."""
+    ids = np.random.default_rng(request.seed).integers(3, 90, 3).astype(np.int32)
+    spans = np.array([[0, 7]], np.int64)
+    return Generated(
+        request.request_id, ids, np.zeros(3, np.float32), finish_reason, spans, request.seed
+    )
+
+
+class FakeBackend:
+    """Answers every request, except what `faults` says of a call: request ids that are lost with their replica."""
+
+    num_replicas = 2
+
+    def __init__(self, faults: Sequence[set[str]] = (), alive: bool = True) -> None:
+        self.faults = list(faults)
+        self.alive = alive
+        self.calls: list[list[str]] = []
+        self.seeds: list[dict[str, int]] = []
+
+    def generate(self, requests, *, timeout_s):
+        self.calls.append([r.request_id for r in requests])
+        self.seeds.append({r.request_id: r.seed for r in requests})
+        lost = self.faults.pop(0) if self.faults else set()
+        return GenerationOutcome(
+            generated={r.request_id: answer(r) for r in requests if r.request_id not in lost},
+            lost=[r for r in requests if r.request_id in lost],
+            failures={1: "killed by the test"} if lost else {},
+        )
+
+    def health(self):
+        return [ReplicaHealth(r, self.alive, 7, "") for r in range(2)]
+
+
+def score_by_length(pairs: Sequence[tuple[Prompt, Completion]]) -> None:
+    for _, completion in pairs:
+        completion.reward = float(completion.sample_index)
+        completion.reward_status = "ok"
+
+
+def collector(backend: FakeBackend, heal=lambda replica: True) -> Collector:
+    return Collector(
+        backend,
+        run_seed=3,
+        decode=lambda ids: " ".join(map(str, ids)),
+        score=score_by_length,
+        heal=heal,
+        timeout_s=1.0,
+    )
+
+
+def test_seeds_differ_by_run_prompt_sample_and_turn_and_repeat() -> None:
+    keys = [(r, p, s, t) for r in range(3) for p in range(5) for s in range(8) for t in range(2)]
+    seeds = [sample_seed(*key) for key in keys]
+    assert len(set(seeds)) == len(keys)
+    assert seeds == [sample_seed(*key) for key in keys]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_groups_come_in_prompt_order_with_samples_in_order() -> None:
+    groups, stats = collector(FakeBackend()).collect([prompt(4), prompt(2)], 3, SAMPLING)
+    assert [[c.sample_id for c in g.completions] for g in groups] == [
+        [(4, 0), (4, 1), (4, 2)],
+        [(2, 0), (2, 1), (2, 2)],
+    ]
+    assert [c.reward for c in groups[0].completions] == [0.0, 1.0, 2.0]
+    assert stats.requeued_samples == stats.worker_restarts == stats.dropped_groups == 0
+
+
+def test_lost_requests_are_issued_again_with_the_same_seed_and_give_the_same_completions() -> None:
+    plain, _ = collector(FakeBackend()).collect([prompt(0), prompt(1)], 4, SAMPLING)
+    backend = FakeBackend(faults=[{"1.0", "1.1", "1.2", "1.3"}])
+    healed: list[int] = []
+
+    def heal(replica: int) -> bool:
+        healed.append(replica)
+        return True
+
+    groups, stats = collector(backend, heal).collect([prompt(0), prompt(1)], 4, SAMPLING)
+    assert healed == [1]
+    assert (stats.requeued_samples, stats.worker_restarts) == (4, 1)
+    assert backend.calls[1] == ["1.0", "1.1", "1.2", "1.3"]
+    assert all(backend.seeds[0][key] == seed for key, seed in backend.seeds[1].items())
+    for group, twin in zip(groups, plain, strict=True):
+        for a, b in zip(group.completions, twin.completions, strict=True):
+            assert a.sample_id == b.sample_id
+            assert np.array_equal(a.completion_ids, b.completion_ids)
+
+
+def test_no_living_replica_ends_the_call_and_names_the_fault() -> None:
+    backend = FakeBackend(faults=[{"0.0", "0.1"}], alive=False)
+    with pytest.raises(BackendError, match="replica 1: killed by the test"):
+        collector(backend, lambda replica: False).collect([prompt(0)], 2, SAMPLING)
+
+
+def test_failed_and_aborted_samples_are_counted_never_scored_and_small_groups_dropped() -> None:
+    class Partly(FakeBackend):
+        def generate(self, requests, *, timeout_s):
+            reasons = {"0.0": "error", "1.0": "abort", "1.1": "error"}
+            return GenerationOutcome(
+                {r.request_id: answer(r, reasons.get(r.request_id, "length")) for r in requests}
+            )
+
+    groups, stats = collector(Partly()).collect([prompt(0), prompt(1)], 3, SAMPLING)
+    assert [[c.sample_id for c in g.completions] for g in groups] == [[(0, 1), (0, 2)]]
+    assert stats.failed_samples == 3
+    assert stats.dropped_groups == 1

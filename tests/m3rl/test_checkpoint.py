@@ -1,0 +1,192 @@
+import errno
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from safetensors import SafetensorError
+
+from m3rl import checkpoint
+from m3rl.checkpoint import CheckpointError, find_latest, save
+
+
+def writer(text):
+    def write(path):
+        (path / "model").mkdir()
+        (path / "model" / "weights").write_text(text)
+        (path / "optimizer").write_text(text * 2)
+
+    return write
+
+
+def names(run_dir):
+    return sorted(p.name for p in (run_dir / "checkpoints").iterdir())
+
+
+def test_what_was_saved_is_found_again(tmp_path):
+    path = save(tmp_path, 4, writer("abc"), {"next_ordinal": 64}, keep=2)
+    found = find_latest(tmp_path)
+    assert (found.step, found.path, found.state) == (4, path, {"next_ordinal": 64})
+    assert (found.path / "model" / "weights").read_text() == "abc"
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_000004\n"
+
+
+def test_the_manifest_lists_size_and_hash_of_every_file(tmp_path):
+    path = save(tmp_path, 1, writer("abc"), {}, keep=1)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    assert set(files) == {"model/weights", "optimizer", "state.json"}
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert files["model/weights"] == {"bytes": 3, "sha256": abc}
+
+
+def test_a_run_without_checkpoints_has_no_latest(tmp_path):
+    assert find_latest(tmp_path) is None
+    (tmp_path / "checkpoints").mkdir()
+    assert find_latest(tmp_path) is None
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in (1, 2, 3, 10):
+        save(tmp_path, step, writer(str(step)), {}, keep=2)
+    assert names(tmp_path) == ["latest", "step_000003", "step_000010"]
+    assert find_latest(tmp_path).step == 10
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (lambda p: os.truncate(p / "optimizer", 2), "optimizer has 2 bytes instead of 6"),
+        (lambda p: (p / "optimizer").write_text("xxxxxx"), "does not match its hash"),
+        (lambda p: (p / "model" / "weights").unlink(), "model/weights is missing"),
+        (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda p: (p / "manifest.json").write_text("{"), "is not a manifest"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, caplog, damage, fault):
+    save(tmp_path, 1, writer("abc"), {"at": 1}, keep=3)
+    damage(save(tmp_path, 2, writer("abc"), {"at": 2}, keep=3))
+    assert find_latest(tmp_path).state == {"at": 1}
+    assert fault in caplog.text
+    assert "falling back to the checkpoint of step 1" in caplog.text
+
+
+def test_when_no_checkpoint_is_complete_the_run_does_not_start_over_in_silence(tmp_path):
+    path = save(tmp_path, 1, writer("abc"), {}, keep=1)
+    (path / "optimizer").unlink()
+    with pytest.raises(CheckpointError, match="delete them to start the run from its first step"):
+        find_latest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        ),
+    ],
+)
+def test_a_full_disk_leaves_the_older_checkpoint_intact(tmp_path, error):
+    save(tmp_path, 1, writer("abc"), {"at": 1}, keep=1)
+
+    def write(path):
+        (path / "half").write_text("half")
+        raise error
+
+    with pytest.raises(CheckpointError, match=r"disk is full.*intact \(step_000001\)"):
+        save(tmp_path, 2, write, {}, keep=1)
+    assert names(tmp_path) == ["latest", "step_000001"]
+    assert find_latest(tmp_path).state == {"at": 1}
+    save(tmp_path, 2, writer("abc"), {"at": 2}, keep=1)
+    assert find_latest(tmp_path).state == {"at": 2}
+
+
+def test_a_full_disk_while_the_manifest_is_written_leaves_the_older_intact(tmp_path, monkeypatch):
+    save(tmp_path, 1, writer("abc"), {"at": 1}, keep=1)
+    real = checkpoint._write_text
+
+    def full(path, text):
+        if path.name == "manifest.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, text)
+
+    monkeypatch.setattr(checkpoint, "_write_text", full)
+    with pytest.raises(CheckpointError, match="disk is full"):
+        save(tmp_path, 2, writer("abc"), {"at": 2}, keep=1)
+    assert find_latest(tmp_path).state == {"at": 1}
+
+
+def test_an_error_of_the_writer_passes_through_and_leaves_nothing_behind(tmp_path):
+    def write(path):
+        raise RuntimeError("rank 1 died")
+
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        save(tmp_path, 1, write, {}, keep=1)
+    assert names(tmp_path) == []
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 1, writer("old"), {"at": "old"}, keep=2)
+    save(tmp_path, 1, writer("new"), {"at": "new"}, keep=2)
+    assert find_latest(tmp_path).state == {"at": "new"}
+    assert names(tmp_path) == ["latest", "step_000001"]
+
+
+def test_keeping_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"checkpoint\.keep=0"):
+        save(tmp_path, 1, writer("abc"), {}, keep=0)
+
+
+KILLED = textwrap.dedent(
+    """
+    import os, pathlib, sys
+    from m3rl import checkpoint
+
+    run_dir, moment = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+    calls = 0
+
+    def dying(function):
+        def wrapped(*args, **kwargs):
+            global calls
+            if calls == moment:
+                os._exit(9)
+            calls += 1
+            return function(*args, **kwargs)
+        return wrapped
+
+    checkpoint._write_text = dying(checkpoint._write_text)
+    checkpoint._sync_path = dying(checkpoint._sync_path)
+    pathlib.Path.rename = dying(pathlib.Path.rename)
+
+    def write(path):
+        for name in ("a", "b", "c"):
+            dying((path / name).write_text)(name)
+
+    checkpoint.save(run_dir, 2, write, {"at": 2}, keep=2)
+    os._exit(0)
+    """
+)
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path):
+    # Moments: three files, state, manifest, six syncs, rename, pointer and its rename, last sync.
+    outcomes = []
+    for moment in range(40):
+        run_dir = tmp_path / str(moment)
+        save(run_dir, 1, writer("abc"), {"at": 1}, keep=2)
+        code = subprocess.run([sys.executable, "-c", KILLED, run_dir, str(moment)]).returncode
+        found = find_latest(run_dir)
+        outcomes.append(found.state["at"])
+        if code == 0:
+            break
+        assert code == 9
+        # The next save goes through whatever was left behind.
+        save(run_dir, 3, writer("abc"), {"at": 3}, keep=2)
+        assert find_latest(run_dir).state == {"at": 3}
+        assert not [n for n in names(run_dir) if n.startswith((".writing", ".replaced"))]
+    assert code == 0
+    assert outcomes == sorted(outcomes)
+    assert outcomes[:11] == [1] * 11
+    assert outcomes[-1] == 2

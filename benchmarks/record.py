@@ -55,8 +55,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "commit": (str,),
     "date": (str,),
 }
-"""Every key a record may have. Times in microseconds (`us` the median); `value` is an accuracy or a
-rate, or several by name; `ratio` is peer_us / us; `correct` names what was compared and the error."""
+"""Every key a record may have. Times are microseconds (`us` the median); `value` is an accuracy or
+a rate, or several by name; `ratio` is peer_us / us; `correct` says what was compared, the error."""
 
 REQUIRED = ("bench", "case", "gpu", "num_gpus", "correct", "versions", "commit", "date")
 TOGETHER = (("us", "p10", "p90"), ("floor_us", "x_floor"), ("peer", "peer_us", "ratio"))
@@ -70,7 +70,7 @@ def write_record(
 ) -> dict[str, Any]:
     """Complete, check and append one record; returns it.
 
-    `x_floor`, `ratio`, `gpu`, `num_gpus`, `versions`, `commit` and `date` are worked out unless given.
+    `x_floor`, `ratio`, `gpu`, `num_gpus`, `versions`, `commit`, `date` are worked out unless given.
 
     Raises:
         ValueError: an unknown key, a value of the wrong type, or a key without those it needs.

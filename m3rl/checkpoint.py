@@ -1,9 +1,10 @@
 """Checkpoints of a run directory: all or nothing, verified before use.
 
-    checkpoints/step_000012/   files of the writer, state.json, manifest.json
-        model/                 published weights in FP32, config.json, tokenizer: a model path
+    checkpoints/step_000012/   a model path: published weights in FP32, config.json, tokenizer
         optimizer/             torch.distributed.checkpoint
         ranks/00000.pt         step count and RNGs of each trainer rank
+        state.json             what the driver needs to go on
+        manifest.json
     checkpoints/latest         text: the name of the newest complete checkpoint
 
 A checkpoint is written under a temporary name and becomes visible by one rename, after its manifest
@@ -28,8 +29,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 logger = logging.getLogger(__name__)
 
@@ -245,11 +246,13 @@ def save_rank_state(
     """Write a trainer rank's part of a checkpoint; every rank calls it at the same time.
 
     Args:
-        optimizer_tensors: of all ranks' optimizer state what this rank holds, by name; may be empty.
+        optimizer_tensors: what this rank holds of the optimizer's state, by name; may be empty.
         step: optimizer steps taken.
     """
     if optimizer_tensors:
-        dcp.save(optimizer_tensors, checkpoint_id=path / "optimizer", no_dist=world_size == 1)
+        state_dict_saver.save(
+            optimizer_tensors, checkpoint_id=path / "optimizer", no_dist=world_size == 1
+        )
     (path / "ranks").mkdir(exist_ok=True)
     state = {"step": step, "world_size": world_size, "rng": rng_state()}
     torch.save(state, path / "ranks" / f"{rank:05d}.pt")
@@ -278,7 +281,9 @@ def load_rank_state(
         )
     state = torch.load(file, weights_only=True)
     if state["step"] > 0:
-        dcp.load(optimizer_tensors, checkpoint_id=path / "optimizer", no_dist=world_size == 1)
+        state_dict_loader.load(
+            optimizer_tensors, checkpoint_id=path / "optimizer", no_dist=world_size == 1
+        )
     set_rng_state(state["rng"])
     return int(state["step"])
 

@@ -345,6 +345,10 @@ class Config(Section):
             raise ConfigError("\n".join(problems))
         return config
 
+    def __eq__(self, other: object) -> bool:
+        """Equal settings are equal, wherever they were written."""
+        return isinstance(other, Config) and self.to_dict() == other.to_dict()
+
     def to_dict(self) -> Raw:
         """Plain nested values, as they would be written in YAML."""
         return self.model_dump(mode="json")

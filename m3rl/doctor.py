@@ -1,16 +1,17 @@
-"""Looks for what a run would miss on this machine: packages, cores, memory, disk, GPUs, a key, a model."""
+"""Looks for what a run would miss on this machine: packages, cores, disk, GPUs, a key, a model."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from packaging.requirements import Requirement
 
 from m3rl.config import Config, ConfigError
 from m3rl.metrics import wandb_key_source
@@ -49,10 +50,7 @@ def examine(config: Config | None = None) -> tuple[str, bool]:
 
 
 def _python() -> Finding:
-    version = platform.python_version()
-    if sys.version_info < (3, 11):
-        return Finding("missing", "python", f"{version}; 3.11 or newer is needed")
-    return Finding("ok", "python", f"{version} at {sys.executable}")
+    return Finding("ok", "python", f"{platform.python_version()} at {sys.executable}")
 
 
 def _packages() -> Iterator[Finding]:
@@ -64,16 +62,17 @@ def _packages() -> Iterator[Finding]:
         if not requirements:
             yield Finding("missing", "m3rl", "not installed; run `make setup`")
     for requirement in requirements:
-        if "extra ==" in requirement:
+        wanted = Requirement(requirement)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
-        name, wanted = re.fullmatch(r"([\w.-]+)\s*(.*)", requirement).groups()  # type: ignore[union-attr]
+        name = wanted.name
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding("missing", name, f"not installed; {wanted} is needed: `make setup`")
+            yield Finding("missing", name, f"not installed; {requirement}: `make setup`")
             continue
-        is_right = satisfies(version, wanted)
-        detail = version if is_right else f"{version}, but {wanted} is needed: `make setup`"
+        is_right = wanted.specifier.contains(version, prereleases=True)
+        detail = version if is_right else f"{version}, but {requirement}: `make setup`"
         yield Finding("ok" if is_right else "missing", name, detail)
 
 
@@ -86,32 +85,6 @@ def _source_requirements() -> list[str]:
         return []
     dependencies: list[str] = tomllib.loads(project.read_text())["project"]["dependencies"]
     return dependencies
-
-
-def satisfies(version: str, wanted: str) -> bool:
-    """Whether a version lies in a range like '>=5.16.1,<5.20'; local parts ('+cpu') do not count.
-
-    Raises:
-        ValueError: a comparison other than ==, !=, >=, <=, > and <.
-    """
-    have = _numbers(version)
-    for clause in filter(None, (part.strip() for part in wanted.split(","))):
-        match = re.fullmatch(r"(==|!=|>=|<=|>|<)\s*([\w.]+)", clause)
-        if match is None:
-            raise ValueError(f"{clause!r} is no comparison of versions")
-        limit = _numbers(match[2])
-        width = max(len(have), len(limit))
-        a, b = (numbers + (0,) * (width - len(numbers)) for numbers in (have, limit))
-        holds = {"==": a == b, "!=": a != b, ">=": a >= b, "<=": a <= b, ">": a > b, "<": a < b}
-        if not holds[match[1]]:
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """'2.13.0+cpu' -> (2, 13, 0); what follows the first part that is no number is left out."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def _cores() -> Finding:

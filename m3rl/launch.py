@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -89,6 +90,10 @@ class TrainerRanks:
         """Results of the same call on all ranks, which run it at the same time (collectives inside are fine)."""
         shared = [put(arg) for arg in args]
         return self._get([actor.call.remote(method, *shared) for actor in self._actors])
+
+    def save(self, path: Path) -> None:
+        """Every rank writes its part of a checkpoint into `path`."""
+        self.all("save", str(path))
 
     def close(self) -> None:
         for actor in self._actors:

@@ -6,8 +6,9 @@ Reads JSON files and safetensors headers only: it imports neither ray, torch nor
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from inference import config as model_config
 from m3rl.checkpoint_files import tokenizer_problems, weight_problems
@@ -15,6 +16,8 @@ from m3rl.config import Config, ConfigError
 from m3rl.data import iterate_items
 from m3rl.report import table
 
+ModelPart = Literal["tokenizer", "weights"]
+MODEL_PARTS: tuple[ModelPart, ...] = ("tokenizer", "weights")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 CHECKED_ITEMS = 100
 """Items of each dataset that are looked at; the whole of it is checked when a run starts."""
@@ -44,18 +47,18 @@ class Plan:
     notices: tuple[str, ...]
 
 
-def make_plan(config: Config, *, needs_weights: bool) -> Plan:
+def make_plan(config: Config, *, required: Collection[ModelPart] = MODEL_PARTS) -> Plan:
     """Check the files that `config` names and add up what a run needs.
 
     Args:
-        needs_weights: the checkpoint must have its weights (without them they are only noticed).
+        required: parts of the checkpoint that must be right; the others are only noticed.
 
     Raises:
         ConfigError: one line for each thing that cannot work.
     """
     path = config.find(config.model.path)
-    problems = []
-    notices = []
+    problems: list[str] = []
+    notices: list[str] = []
     model = None
     try:
         model = model_config.ModelConfig.from_pretrained(path)
@@ -63,11 +66,11 @@ def make_plan(config: Config, *, needs_weights: bool) -> Plan:
         problems.append(f"model.path: {error} ({config.origin('model.path')})")
     vocab_size = None if model is None else model.vocab_size
     eos_ids = () if model is None else model.eos_token_ids
-    problems += tokenizer_problems(path, vocab_size, eos_ids)
+    faults = tokenizer_problems(path, vocab_size, eos_ids)
+    (problems if "tokenizer" in required else notices).extend(faults)
     if model is not None:
-        weights = weight_problems(path, model.num_parameters)
-        problems += weights if needs_weights else []
-        notices += [] if needs_weights else weights
+        faults = weight_problems(path, model.num_parameters)
+        (problems if "weights" in required else notices).extend(faults)
         problems += _length_problems(config, model)
     problems += _dataset_problems(config)
     if problems or model is None:
@@ -99,8 +102,8 @@ def describe(plan: Plan) -> str:
         table(["memory", "of", "size"], memory, right=(2,)),
         "",
         f"tokens of a training step: at most {plan.tokens_per_step:,}",
-        f"KV room of a replica: {plan.num_pages:,} pages of {plan.page_size} = {capacity:,} tokens; "
-        f"a step needs at most {plan.demand_pages:,} pages: {fits}",
+        f"KV room of a replica: {plan.num_pages:,} pages of {plan.page_size} = {capacity:,} tokens",
+        f"a step needs at most {plan.demand_pages:,} pages of it: {fits}",
     ]
     lines += [f"note: {notice}" for notice in plan.notices]
     return "\n".join(lines)
@@ -125,9 +128,7 @@ def gpu_table(plan: Plan, sizes: Sequence[int]) -> tuple[str, bool]:
         if too_big:
             verdict = "refused: " + "; ".join(too_big)
         elif replicas < 1:
-            verdict = (
-                f"refused: needs at least {plan.num_ranks + 1} (train.num_ranks and a replica)"
-            )
+            verdict = f"refused: train.num_ranks and one replica are {plan.num_ranks + 1} GPUs"
         else:
             verdict, works = "fits", True
         rows.append([str(size), str(plan.num_ranks), str(max(replicas, 0)), verdict])
@@ -172,14 +173,13 @@ def _dataset_problems(config: Config) -> list[str]:
 
 def _notices(config: Config) -> list[str]:
     rollout = config.rollout
-    cut = [
-        k for k, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(rollout, k) != off
-    ]
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    cut = [key for key, value in off.items() if getattr(rollout, key) != value]
     notices = []
     if cut:
         notices.append(
-            f"rollout.{cut[0]}: {getattr(rollout, cut[0])} truncates the sampling distribution, and "
-            "the trainer's is whole: expect a mismatch between their logprobs"
+            f"rollout.{cut[0]}: {getattr(rollout, cut[0])} truncates the sampling distribution "
+            "and the trainer's is whole: expect a mismatch between their logprobs"
         )
     if config.eval.at_start or config.eval.at_end or config.eval.every:
         name = getattr(config.data.eval, "size", None)

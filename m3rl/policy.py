@@ -273,17 +273,18 @@ class Policy(nn.Module):
         dtype = torch.float32 if self._specs[name].is_fp32 else self.dtype
         return view.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Every published tensor once in its wire dtype, in the order of the forward pass."""
-        for name in self._specs:
-            yield name, self.wire_tensor(name)
-
     @torch.no_grad()
-    def export_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every published tensor once in FP32: what a checkpoint holds."""
+    def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every published tensor once, in the order of the forward pass.
+
+        Args:
+            dtype: 'float32' gives the masters themselves; None gives wire dtypes.
+        """
         masters = self._masters()
-        for name, placement in self._placement.items():
-            yield name, placement.view(masters)
+        rounded = self.dtype if dtype is None else DTYPES[dtype]
+        for name, spec in self._specs.items():
+            view = self._placement[name].view(masters)
+            yield name, view if spec.is_fp32 else view.to(rounded)
 
     @torch.no_grad()
     def wire_state(self) -> dict[str, Tensor]:
@@ -293,9 +294,23 @@ class Policy(nn.Module):
             for name, tensor in self._masters().items()
         }
 
+    @torch.no_grad()
+    def changed_frac(self, before: dict[str, Tensor]) -> float:
+        """Share of all weights whose wire value differs from that in `before`, a `wire_state`."""
+        changed = total = 0
+        for name, tensor in self._masters().items():
+            changed += int((tensor.to(before[name].dtype) != before[name]).sum())
+            total += tensor.numel()
+        return changed / total
+
+    def correction_bias_abs_max(self) -> float:
+        """Largest absolute value in any layer's router correction bias."""
+        gates = (self.model.model.layers[layer].mlp.gate for layer in self.config.moe_layers)
+        return max((g.e_score_correction_bias.abs().max().item() for g in gates), default=0.0)
+
     def master_hash(self) -> str:
         """64 bits over the bits of all FP32 masters, correction bias included, as 16 hex digits."""
-        hashes = (tensor_hash(tensor, name=name) for name, tensor in self.export_masters())
+        hashes = (tensor_hash(tensor, name=name) for name, tensor in self.export("float32"))
         return f"{combine(hashes):016x}"
 
 
@@ -306,4 +321,5 @@ def _transformers_model(config: ModelConfig, attention: str) -> Any:
     text_config = MiniMaxM3VLTextConfig(**kwargs)
     text_config._attn_implementation = attention
     text_config._experts_implementation = "grouped_mm"
-    return MiniMaxM3VLForCausalLM(text_config).float()
+    model: Any = MiniMaxM3VLForCausalLM(text_config)
+    return model.float()

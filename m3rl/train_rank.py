@@ -1,64 +1,58 @@
-"""One trainer rank: holds a whole policy, computes gradients of its rows, steps like all the others.
+"""One trainer rank: a whole policy, the gradients of some rows, the same steps as all others.
 
-accelerate owns the device and the default process group. Gradients are summed by one all-reduce a
-parameter after the last micro-batch, not inside DDP's buckets: nothing has to be multiplied back, a
-rank may have no rows, and the order of additions is the same in a resumed process (DDP regroups its
-buckets after the first step). Public methods are called on all ranks with the same arguments and
-return the same metrics on all of them.
+Public methods are called on all ranks at the same time with the same arguments, and return the same
+metrics on all of them.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor
 
 from inference.config import ModelConfig
 from inference.models.weights import write_checkpoint
 from m3rl.checkpoint import CheckpointError, load_rank_state, save_rank_state
 from m3rl.grpo.batch import micro_batches, shard_rows, sharding_metrics, split_minibatches
-from m3rl.grpo.loss import LossInputs, LossOutput, LossSettings, cross_entropy, grpo_loss
+from m3rl.grpo.loss import (
+    LossInputs,
+    LossOutput,
+    LossSettings,
+    LossTotals,
+    cross_entropy,
+    grpo_loss,
+)
 from m3rl.grpo.micro import MicroBatch
 from m3rl.grpo.mismatch import mismatch_metrics
 from m3rl.grpo.replay import RecordedRouting, RoutingStats, recorded_routing
-from m3rl.policy import DTYPES, Bounds, Policy
+from m3rl.optimizer import Optimizer, OptimizerSettings
+from m3rl.policy import Bounds, Policy
+from m3rl.rank_group import RankGroup, deterministic
 from m3rl.types import TensorSlot, TrainBatch
 
-logger = logging.getLogger(__name__)
-
 MAX_SHARD_BYTES = 5 << 30
-_MODEL_FILES = (".json", ".jinja", ".txt", ".model")
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What may lie beside the weights and belongs to the model."""
 
-
-@dataclass(frozen=True, slots=True)
-class OptimizerSettings:
-    """AdamW with a linear warm-up."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    """Decoupled, on matrices only: norms keep theirs."""
-    grad_clip: float | None
-    """Largest L2 norm of the whole gradient; None: unbounded."""
-    warmup_steps: int
-
-    def lr_at(self, step: int) -> float:
-        """Learning rate of optimizer step `step`, counted from 0."""
-        return self.lr * min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else self.lr
+LossOf = Callable[[MicroBatch, Tensor, Tensor], LossOutput]
+"""(micro-batch, logprobs_T, entropy_T) -> its part of the step's loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,35 +85,13 @@ class RankSettings:
 
 
 @dataclass(slots=True)
-class _Totals:
-    """What micro-batches add up to."""
-
-    loss: float = 0.0
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
-
-    def add(self, other: _Totals) -> None:
-        self.loss += other.loss
-        for name, value in other.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        for name, value in other.maxima.items():
-            self.maxima[name] = max(self.maxima.get(name, value), value)
-
-    def add_output(self, output: LossOutput) -> None:
-        sums = {name: float(value) for name, value in output.sums.items()}
-        maxima = {name: float(value) for name, value in output.maxima.items()}
-        self.add(_Totals(float(output.loss.detach()), sums, maxima))
-
-
-@dataclass(slots=True)
 class _Observed:
-    """What forward passes at the weights before the first step of an update showed."""
+    """What forward passes at the weights before the first step of an update showed on this rank."""
 
+    rows: np.ndarray
+    """Rows of the batch, over all ranks, that were looked at."""
     logprobs_BS: np.ndarray
     stats: RoutingStats
-
-
-LossOf = Callable[[MicroBatch, Tensor, Tensor], LossOutput]
 
 
 class TrainRank:
@@ -134,43 +106,40 @@ class TrainRank:
     ) -> None:
         self.settings = settings
         self.rank = rank
-        self.world_size = world_size
-        self.accelerator = _join(settings, rank, world_size, init_method)
-        torch.set_num_threads(settings.num_threads)
+        self._group = RankGroup(
+            rank,
+            world_size,
+            init_method,
+            num_threads=settings.num_threads,
+            timeout_s=settings.timeout_s,
+        )
         torch.manual_seed(settings.seed)
-        self.policy_version = 0
+
+    @property
+    def policy_version(self) -> int:
         """Optimizer steps taken since the initial weights."""
+        return self._optimizer.num_steps
 
     def load_initial(self, path: str | Path) -> int:
-        """Start at version 0 from the published checkpoint at `path`, the reference of the KL too."""
-        return self._start(Path(path), lambda policy: policy.load(path))
+        """Begin at version 0 with the published checkpoint at `path`; the KL's reference too."""
+        return self._begin(Path(path), lambda policy: policy.load(path))
 
     def init_random(self, path: str | Path) -> int:
-        """Start at version 0 from random weights of the model whose config.json lies at `path`."""
-        return self._start(Path(path), lambda policy: policy.init_random(self.settings.seed))
+        """Begin at version 0 with random weights of the model whose config.json lies at `path`."""
+        return self._begin(Path(path), lambda policy: policy.init_random(self.settings.seed))
 
-    def _start(self, path: Path, fill: Callable[[Policy], None]) -> int:
-        settings, options = self.settings, self.settings.optimizer
+    def _begin(self, path: Path, fill: Callable[[Policy], None]) -> int:
+        settings = self.settings
         self._model_path = path
         self.policy = Policy(
             ModelConfig.from_pretrained(path),
             dtype=settings.dtype,
             attention=settings.attention,
             replay_routing=settings.replay_routing,
-        ).to(self.accelerator.device)
+        ).to(self._group.device)
         fill(self.policy)
-        self._trained = {n: p for n, p in self.policy.named_parameters() if p.requires_grad}
-        matrices = [p for p in self._trained.values() if p.ndim > 1]
-        vectors = [p for p in self._trained.values() if p.ndim <= 1]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-        )
+        self._optimizer = Optimizer(self.policy, settings.optimizer, self._group)
         self._reference = self.policy.frozen_copy() if settings.loss.kl_coef > 0 else None
-        self.policy_version = 0
         return self.policy_version
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
@@ -187,29 +156,29 @@ class TrainRank:
             if batch.loss_mask_BS[rows].any()
         ]
         before = self.policy.wire_state()
-        seen = self._nothing_observed(batch)
-        with _deterministic():
-            old_BS, seen_rows = self._old_logprobs(batch, minibatches, seen)
+        with deterministic():
+            old_BS, seen = self._old_logprobs(batch, minibatches)
             steps = []
-            for i, rows in enumerate(minibatches):
-                is_first_look = i == 0 and not len(seen_rows)
+            for rows in minibatches:
+                looks = seen is None
+                seen = self._observed(batch, rows) if seen is None else seen
                 loss_of = self._grpo_loss_of(batch, rows, old_BS)
-                steps.append(self._step(batch, rows, loss_of, seen if is_first_look else None))
-                seen_rows = rows if is_first_look else seen_rows
-            metrics = self._over_steps(steps) | self._observed_metrics(batch, seen, seen_rows)
+                steps.append(self._step(batch, rows, loss_of, seen if looks else None))
+            metrics = _over_steps(steps)
+            if seen is not None:
+                metrics |= self._observed_metrics(batch, seen)
         metrics |= sharding_metrics(
-            minibatches, batch.length_B, self.world_size, self.settings.micro_batch_tokens
+            minibatches, batch.length_B, self._group.size, self.settings.micro_batch_tokens
         )
-        metrics["optim/param_delta_frac"] = self.policy.changed_share(before)
+        metrics["optim/param_delta_frac"] = self.policy.changed_frac(before)
         metrics["policy/version"] = float(self.policy_version)
         return metrics
 
     def logprobs(self, batch: TrainBatch) -> np.ndarray:
         """[B, S] float32: log-probability of every trained token at the current weights, else 0."""
-        seen = self._nothing_observed(batch)
-        with _deterministic():
-            self._observe(batch, np.arange(len(batch.sample_ids)), seen)
-            return self._merged(seen.logprobs_BS)
+        with deterministic():
+            seen = self._look(batch, [np.arange(len(batch.sample_ids))])
+            return self._group.sum_array(seen.logprobs_BS)
 
     def sft_step(
         self, ids_BS: np.ndarray, length_B: np.ndarray, loss_mask_BS: np.ndarray
@@ -222,6 +191,8 @@ class TrainRank:
             loss_mask_BS: bool, at the tokens to be learned; False at position 0.
         """
         num_tokens = float(loss_mask_BS.sum())
+        if num_tokens == 0:
+            raise ValueError("the loss mask of a supervised step is empty")
         batch = TrainBatch(
             sample_ids=[(row, 0) for row in range(len(ids_BS))],
             ids_BS=ids_BS,
@@ -238,7 +209,7 @@ class TrainRank:
             entropy = entropy_T.sum() / num_tokens
             return LossOutput(loss, {"sft/loss": loss.detach(), "sft/entropy": entropy}, {})
 
-        with _deterministic():
+        with deterministic():
             metrics = self._step(batch, np.arange(len(ids_BS)), loss_of, None)
         return metrics | {"sft/tokens": num_tokens, "policy/version": float(self.policy_version)}
 
@@ -255,15 +226,16 @@ class TrainRank:
         return self.policy.master_hash()
 
     def save(self, path: str | Path) -> None:
-        """Write this rank's part of a checkpoint into `path`; rank 0 writes the model too."""
+        """Write this rank's part of a checkpoint into `path`; rank 0 makes it a model path too."""
         path = Path(path)
         if self.rank == 0:
-            self.save_model(path / "model")
-        tensors = self._optimizer_tensors() if self.policy_version else {}
-        save_rank_state(path, self.rank, self.world_size, tensors, self.policy_version)
+            self.save_model(path)
+        save_rank_state(
+            path, self.rank, self._group.size, self._optimizer.tensors(), self.policy_version
+        )
 
     def load(self, path: str | Path) -> int:
-        """Go on from a checkpoint of `save`, after `load_initial`: bit for bit as if never stopped.
+        """Go on from a checkpoint of `save`, after `load_initial`, bit for bit as if never stopped.
 
         Returns:
             The policy version.
@@ -272,60 +244,46 @@ class TrainRank:
             CheckpointError: the checkpoint is of another model or another number of ranks.
         """
         path = Path(path)
-        config = ModelConfig.from_pretrained(path / "model")
-        if config != self.policy.config:
+        if ModelConfig.from_pretrained(path) != self.policy.config:
             raise CheckpointError(
-                f"{path / 'model'} is another model than {self._model_path}: their config.json "
-                "differ; resume with the model the run began with"
+                f"{path} is another model than {self._model_path} (their config.json differ); "
+                "resume with the model that the run began with"
             )
-        self.policy.load(path / "model")
-        for parameter in self._trained.values():
-            self._optimizer.state[parameter] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-        tensors = self._optimizer_tensors()
-        self.policy_version = load_rank_state(path, self.rank, self.world_size, tensors)
+        self.policy.load(path)
+        self._optimizer.num_steps = load_rank_state(
+            path, self.rank, self._group.size, self._optimizer.allocate()
+        )
         return self.policy_version
 
     def save_model(self, path: str | Path, dtype: str = "float32") -> None:
         """Write a directory that can be used as `model.path`: weights, config.json, tokenizer.
 
         Args:
-            dtype: 'float32' keeps the masters; 'bfloat16' rounds all but the FP32 router tensors.
+            dtype: 'float32' keeps the masters; 'bfloat16' rounds all but the router's tensors.
         """
         path = Path(path)
-        tensors = self.policy.export_masters(DTYPES[dtype])
-        write_checkpoint(path, tensors, max_shard_bytes=MAX_SHARD_BYTES)
-        for file in sorted(self._model_path.iterdir()):
-            if file.suffix in _MODEL_FILES and not file.name.endswith(".safetensors.index.json"):
-                shutil.copyfile(file, path / file.name)
+        write_checkpoint(path, self.policy.export(dtype), max_shard_bytes=MAX_SHARD_BYTES)
+        for name in MODEL_FILES:
+            if (self._model_path / name).exists():
+                shutil.copyfile(self._model_path / name, path / name)
 
     def close(self) -> None:
         """Leave the process group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        """AdamW's own tensors by parameter name; they share its memory."""
-        return {
-            f"{name}.{kind}": tensor
-            for name, parameter in self._trained.items()
-            for kind, tensor in self._optimizer.state[parameter].items()
-        }
+        self._group.close()
 
     def _old_logprobs(
-        self, batch: TrainBatch, minibatches: list[np.ndarray], seen: _Observed
-    ) -> tuple[np.ndarray | None, np.ndarray]:
-        """π_old (None: the current forward pass is at the old weights), and the rows seen for it."""
+        self, batch: TrainBatch, minibatches: list[np.ndarray]
+    ) -> tuple[np.ndarray | None, _Observed | None]:
+        """π_old of the batch, and what was seen if that took forward passes of their own.
+
+        None for π_old: the one step's own forward pass is at the old weights.
+        """
         if self.settings.old_logprobs == "behaviour":
-            return batch.behaviour_logprobs_BS, np.zeros(0, np.int64)
+            return batch.behaviour_logprobs_BS, None
         if len(minibatches) <= 1:
-            return None, np.zeros(0, np.int64)
-        for rows in minibatches:
-            self._observe(batch, rows, seen)
-        return self._merged(seen.logprobs_BS), np.concatenate(minibatches)
+            return None, None
+        seen = self._look(batch, minibatches)
+        return self._group.sum_array(seen.logprobs_BS), seen
 
     def _grpo_loss_of(
         self, batch: TrainBatch, rows: np.ndarray, old_BS: np.ndarray | None
@@ -354,21 +312,96 @@ class TrainRank:
     def _step(
         self, batch: TrainBatch, rows: np.ndarray, loss_of: LossOf, seen: _Observed | None
     ) -> dict[str, float]:
-        """One optimizer step on `rows` of all ranks; notes in `seen` what the forward passes show."""
-        totals = _Totals()
+        """One optimizer step on `rows` by all ranks; notes in `seen` what the forwards showed."""
+        totals = LossTotals()
         for micro in self._micro_batches(batch, rows):
-            stats = seen.stats if seen else None
+            stats = None if seen is None else seen.stats
             logprobs_T, entropy_T = self._forward(self.policy, batch, micro, stats)
             output = loss_of(micro, logprobs_T, entropy_T)
-            self.accelerator.backward(output.loss)
+            self._group.accelerator.backward(output.loss)
             totals.add_output(output)
-            if seen:
+            if seen is not None:
                 micro.put(logprobs_T, seen.logprobs_BS)
-        totals = self._over_ranks(totals)
-        return totals.sums | totals.maxima | self._apply_gradients(totals.loss)
+        totals = self._group.total(totals)
+        return totals.metrics() | self._optimizer.step(totals.loss)
 
     @torch.no_grad()
-    def _observe(self, batch: TrainBatch, rows: np.ndarray, seen: _Observed) -> None:
-        for micro in self._micro_batches(batch, rows):
-            logprobs_T, _ = self._forward(self.policy, batch, micro, seen.stats)
-            micro.put(logprobs_T, seen.logprobs_BS)
+    def _look(self, batch: TrainBatch, minibatches: list[np.ndarray]) -> _Observed:
+        """Forward passes alone, in the micro-batches that the steps will have."""
+        seen = self._observed(batch, np.concatenate(minibatches))
+        for rows in minibatches:
+            for micro in self._micro_batches(batch, rows):
+                logprobs_T, _ = self._forward(self.policy, batch, micro, seen.stats)
+                micro.put(logprobs_T, seen.logprobs_BS)
+        return seen
+
+    def _observed(self, batch: TrainBatch, rows: np.ndarray) -> _Observed:
+        config = self.policy.config
+        stats = RoutingStats.zeros(len(config.moe_layers), config.num_local_experts)
+        return _Observed(rows, np.zeros(batch.ids_BS.shape, np.float32), stats)
+
+    def _observed_metrics(self, batch: TrainBatch, seen: _Observed) -> dict[str, float]:
+        mask_RS = batch.loss_mask_BS[seen.rows]
+        trainer_BS = self._group.sum_array(seen.logprobs_BS)
+        stats = RoutingStats(
+            self._group.sum(seen.stats.load_LE), self._group.sum(seen.stats.totals)
+        )
+        return (
+            mismatch_metrics(
+                trainer_BS[seen.rows][mask_RS],
+                batch.behaviour_logprobs_BS[seen.rows][mask_RS],
+                cap=self.settings.loss.importance_cap,
+            )
+            | stats.metrics(is_replayed=self.settings.replay_routing)
+            | {"m3/correction_bias_abs_max": self.policy.correction_bias_abs_max()}
+        )
+
+    def _micro_batches(self, batch: TrainBatch, rows: np.ndarray) -> Iterator[MicroBatch]:
+        """This rank's share of `rows`."""
+        shard = shard_rows(rows, batch.length_B, self._group.size)[self.rank]
+        for micro_rows in micro_batches(shard, batch.length_B, self.settings.micro_batch_tokens):
+            yield MicroBatch.of(
+                micro_rows, batch.ids_BS, batch.length_B, batch.loss_mask_BS, self._group.device
+            )
+
+    def _forward(
+        self, policy: Policy, batch: TrainBatch, micro: MicroBatch, stats: RoutingStats | None
+    ) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = policy(
+            micro.ids_BS,
+            micro.length_B,
+            micro.mask_BS,
+            temperature=batch.temperature,
+            record=self._record(batch, micro),
+            stats=stats,
+        )
+        return result
+
+    def _record(self, batch: TrainBatch, micro: MicroBatch) -> RecordedRouting | None:
+        if batch.routing is None:
+            return None
+        config = self.policy.config
+        return recorded_routing(
+            [batch.routing[row] for row in micro.rows],
+            batch.length_B[micro.rows],
+            micro.ids_BS.shape[1],
+            num_layers=len(config.moe_layers),
+            topk=config.num_experts_per_tok,
+            num_experts=config.num_local_experts,
+        )
+
+
+def _over_steps(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of an update from those of its steps: largest maxima, summed skips, else the mean."""
+    if not steps:
+        return {"policy/loss": 0.0, "optim/grad_norm": 0.0, "optim/update_skipped": 0.0}
+    metrics = {}
+    for name in steps[0]:
+        values = [step[name] for step in steps]
+        if name == "optim/update_skipped":
+            metrics[name] = sum(values)
+        elif name.endswith("_max"):
+            metrics[name] = max(values)
+        else:
+            metrics[name] = sum(values) / len(values)
+    return metrics

@@ -78,7 +78,7 @@ class Trainer:
                 "set checkpoint.resume=auto to go on from it, or choose another run.dir"
             )
         if found is not None:
-            check_same_model(found.path, self._model_path)
+            check_same_model(found.path / "model", self._model_path)
         self._found = found
         chat = ChatFormat.load(self._model_path)
         self._think_end_id = chat.think_end_id
@@ -179,7 +179,9 @@ class Trainer:
             record["weights_hash"] = self._ranks.one(0, "master_hash")
         self._count_skipped(int(record.get("optim/update_skipped", 0)))
         self._version = int(record["policy/version"])
-        record |= self._sync_weights() | self._backend.stats()
+        with watch("time/refit"):
+            record |= self._sync_weights()
+        record |= self._backend.stats()
         if self._is_eval_step(step):
             with watch("time/validate"):
                 record |= self._evaluate()
@@ -281,7 +283,7 @@ class Trainer:
         checkpoint.save(
             self._run.path,
             self._step,
-            lambda path: self._ranks.all("save", str(path)) and None,
+            self._ranks.save,
             state,
             keep=self._config.checkpoint.keep,
         )

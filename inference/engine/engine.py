@@ -147,20 +147,20 @@ class Engine:
         schedule = self._scheduler.schedule(admit_new=admit_new)
         if schedule is None:
             return []
-        logits_SV = self._forward(schedule)
         rows_S = schedule.rows_R[schedule.is_last_R]
-        sampled = sample(logits_SV, self._scheduler.rows, rows_S)
+        sampled = self._compute(schedule, rows_S)
         self._counters.count_step(schedule, sampled.is_finite_S)
         self._postprocess(schedule, rows_S, sampled)
         return self._collect(rows_S, sampled)
 
-    def _forward(self, schedule: Schedule) -> Tensor:
-        batch = build_batch(self._scheduler.rows, schedule, self._worker.device)
+    def _compute(self, schedule: Schedule, rows_S: np.ndarray) -> Sampled:
+        """Forward pass and sampling; the rows are as before, also when either raises."""
+        rows = self._scheduler.rows
         try:
-            return self._worker.forward(batch)
+            batch = build_batch(rows, schedule, self._worker.device)
+            return sample(self._worker.forward(batch), rows, rows_S)
         except BaseException:
-            # What was written by then is unknown: every running request starts anew.
-            self._scheduler.preempt_all(keep_in_cache=False)
+            self._scheduler.forget_pages()
             raise
 
     def _postprocess(self, schedule: Schedule, rows_S: np.ndarray, sampled: Sampled) -> None:

@@ -33,6 +33,10 @@ class PrefixCache:
     def drop(self, version: int) -> None:
         """Forget every page; keys made from now on are those of `version`."""
         self._root = hashlib.blake2b(b"version %d" % version, digest_size=16).digest()
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """No page is found any more; keys stay valid."""
         self._page_of.clear()
         self._key_of.clear()
         self._pool.drop_keys()

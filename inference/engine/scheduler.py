@@ -230,15 +230,19 @@ class Scheduler:
 
         Call it for the latest admitted one first: then the order of the line stays true.
         """
-        self._take_pages_back(live, keep_in_cache=True)
-        self.waiting.appendleft(live)
+        self._requeue(live, keep_in_cache=True)
         self.num_preemptions += 1
 
-    def preempt_all(self, *, keep_in_cache: bool = True) -> None:
+    def preempt_all(self) -> None:
         """As `preempt` for every running request, not counted as preemptions."""
         for live in reversed(list(self.running)):
-            self._take_pages_back(live, keep_in_cache=keep_in_cache)
-            self.waiting.appendleft(live)
+            self._requeue(live, keep_in_cache=True)
+
+    def forget_pages(self) -> None:
+        """What the pages hold is unknown, after a step that broke off: everyone starts anew."""
+        for live in reversed(list(self.running)):
+            self._requeue(live, keep_in_cache=False)
+        self.prefix_cache.forget_all()
 
     def finish(self, live: LiveRequest, *, keep_in_cache: bool = True) -> None:
         """The request leaves the engine, from whichever state."""
@@ -250,6 +254,10 @@ class Scheduler:
             live.group.members.remove(live)
             if not live.group.members:
                 del self._groups[str(live.request.group_id)]
+
+    def _requeue(self, live: LiveRequest, *, keep_in_cache: bool) -> None:
+        self._take_pages_back(live, keep_in_cache=keep_in_cache)
+        self.waiting.appendleft(live)
 
     def _take_pages_back(self, live: LiveRequest, *, keep_in_cache: bool) -> None:
         if keep_in_cache:
@@ -282,8 +290,7 @@ class Scheduler:
         for live in reversed(list(self.running)):
             is_prefill = rows.num_tokens[live.row] - rows.num_computed[live.row] > 1
             if is_prefill or not live.has_sampled:
-                self._take_pages_back(live, keep_in_cache=False)
-                self.waiting.appendleft(live)
+                self._requeue(live, keep_in_cache=False)
             else:
                 live.has_stale_pages = True
         self.prefix_cache.drop(version)

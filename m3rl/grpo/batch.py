@@ -133,7 +133,7 @@ def _checked(group: Group) -> Iterable[Completion]:
 def batch_metrics(
     groups: Sequence[Group], batch: TrainBatch, *, advantage: AdvantageKind
 ) -> dict[str, float]:
-    """Statistics of advantages (`adv/*`; absent without a scored group) and of what `batch` kept."""
+    """Statistics of advantages (`adv/*`; none without a scored group) and of what `batch` kept."""
     metrics: dict[str, float] = {}
     with_advantages = _with_advantages(groups, advantage)
     is_flat = {c.prompt_ordinal: flat for c, _, flat in with_advantages}

@@ -13,7 +13,7 @@ carries the mismatch, and correcting for it again would count it twice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -83,6 +83,30 @@ class LossOutput:
     """Detached metrics over the same denominator: SUM them over micro-batches and ranks."""
     maxima: dict[str, Tensor]
     """Detached metrics to be reduced by MAX."""
+
+
+@dataclass(slots=True)
+class LossTotals:
+    """What the outputs of micro-batches add up to, over ranks too."""
+
+    loss: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, other: LossTotals) -> None:
+        self.loss += other.loss
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, value in other.maxima.items():
+            self.maxima[name] = max(self.maxima.get(name, value), value)
+
+    def add_output(self, output: LossOutput) -> None:
+        sums = {name: float(value) for name, value in output.sums.items()}
+        maxima = {name: float(value) for name, value in output.maxima.items()}
+        self.add(LossTotals(float(output.loss.detach()), sums, maxima))
+
+    def metrics(self) -> dict[str, float]:
+        return self.sums | self.maxima
 
 
 def grpo_loss(inputs: LossInputs, settings: LossSettings, denominator: float) -> LossOutput:

@@ -84,8 +84,8 @@ class GenerationBackend(Protocol):
 
     def receiver(self, replica: int) -> RemoteReceiver: ...
 
-    def load(self, path: str, version: int) -> None:
-        """Every replica reads a checkpoint from disk (collecting and evaluating without a trainer)."""
+    def load(self, path: str, version: int, replicas: Sequence[int] | None = None) -> None:
+        """Replicas (None: all) read a checkpoint from disk: collecting and evaluating without a trainer."""
 
     def drop(self, replica: int) -> None:
         """End one replica for good (or until `restart`); the others take its share."""

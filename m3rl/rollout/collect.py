@@ -41,12 +41,11 @@ class SamplingSettings:
 
 @dataclass(slots=True)
 class CollectStats:
-    """Faults met and mended while collecting; `fault/*` and `data/*` of the step's metrics."""
+    """Faults met and mended while collecting; `fault/*` of the step's metrics."""
 
     requeued_samples: int = 0
     worker_restarts: int = 0
     failed_samples: int = 0
-    dropped_groups: int = 0
     reward_s: float = 0.0
     failures: dict[int, str] = field(default_factory=dict)
 
@@ -55,7 +54,6 @@ class CollectStats:
             "fault/requeued_samples": float(self.requeued_samples),
             "fault/worker_restarts": float(self.worker_restarts),
             "fault/failed_samples": float(self.failed_samples),
-            "data/dropped_groups": float(self.dropped_groups),
         }
 
 
@@ -95,7 +93,7 @@ class Collector:
     def collect(
         self, prompts: Sequence[Prompt], group_size: int, sampling: SamplingSettings
     ) -> tuple[list[Group], CollectStats]:
-        """Groups in the order of `prompts`; a group that kept fewer than min(2, group_size) members is dropped.
+        """Groups in the order of `prompts`, without the completions that failed (counted; maybe none is left).
 
         Raises:
             BackendError: no replica is left.
@@ -121,9 +119,7 @@ class Collector:
             Group(prompt, [c for c in usable if c.prompt_ordinal == prompt.ordinal])
             for prompt in prompts
         ]
-        kept = [group for group in groups if len(group.completions) >= min(2, group_size)]
-        stats.dropped_groups = len(groups) - len(kept)
-        return kept, stats
+        return groups, stats
 
     def _generate(
         self, requests: Sequence[GenerationRequest], stats: CollectStats

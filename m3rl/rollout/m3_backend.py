@@ -331,8 +331,9 @@ class M3Backend:
     def receiver(self, replica: int) -> RemoteReceiver:
         return _RemoteReceiver(self, replica)
 
-    def load(self, path: str, version: int) -> None:
-        ray.get([self.actor(r).load.remote(path, version) for r in self.alive])
+    def load(self, path: str, version: int, replicas: Sequence[int] | None = None) -> None:
+        chosen = self.alive if replicas is None else replicas
+        ray.get([self.actor(r).load.remote(path, version) for r in chosen])
 
     def drop(self, replica: int) -> None:
         if self._actors[replica] is not None:

@@ -82,7 +82,7 @@ def test_groups_come_in_prompt_order_with_samples_in_order() -> None:
         [(2, 0), (2, 1), (2, 2)],
     ]
     assert [c.reward for c in groups[0].completions] == [0.0, 1.0, 2.0]
-    assert stats.requeued_samples == stats.worker_restarts == stats.dropped_groups == 0
+    assert stats.requeued_samples == stats.worker_restarts == stats.failed_samples == 0
 
 
 def test_lost_requests_are_issued_again_with_the_same_seed_and_give_the_same_completions() -> None:
@@ -111,7 +111,7 @@ def test_no_living_replica_ends_the_call_and_names_the_fault() -> None:
         collector(backend, lambda replica: False).collect([prompt(0)], 2, SAMPLING)
 
 
-def test_failed_and_aborted_samples_are_counted_never_scored_and_small_groups_dropped() -> None:
+def test_failed_and_aborted_samples_are_counted_and_never_scored() -> None:
     class Partly(FakeBackend):
         def generate(self, requests, *, timeout_s):
             reasons = {"0.0": "error", "1.0": "abort", "1.1": "error"}
@@ -120,6 +120,5 @@ def test_failed_and_aborted_samples_are_counted_never_scored_and_small_groups_dr
             )
 
     groups, stats = collector(Partly()).collect([prompt(0), prompt(1)], 3, SAMPLING)
-    assert [[c.sample_id for c in g.completions] for g in groups] == [[(0, 1), (0, 2)]]
+    assert [[c.sample_id for c in g.completions] for g in groups] == [[(0, 1), (0, 2)], [(1, 2)]]
     assert stats.failed_samples == 3
-    assert stats.dropped_groups == 1

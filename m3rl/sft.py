@@ -1,0 +1,136 @@
+"""`m3rl sft`: the supervised warm start. The same ranks, checkpoints and metrics; the loss is cross-entropy on answers."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from m3rl import checkpoint
+from m3rl.assemble import rank_settings
+from m3rl.config import Config, ConfigError
+from m3rl.data import PromptStream, load_data
+from m3rl.jobs import measure
+from m3rl.launch import TrainerRanks
+from m3rl.metrics import MetricsWriter, Progress
+from m3rl.rollout.chat import ChatFormat
+from m3rl.rollout.placement import ray_cluster
+from m3rl.run_dir import RunDirectory, check_same_model
+from m3rl.stopwatch import Stopwatch
+from m3rl.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+def sft(config: Config) -> int:
+    """Train on the datasets' own answers for sft.steps, write a model directory, measure it on held-out prompts.
+
+    Started again with the same configuration it goes on from its newest checkpoint.
+    """
+    with RunDirectory(config, "sft") as run:
+        output = str(config.sft.output or run.path / "model")
+        with ExitStack() as stack:
+            _train(config, run, output, stack)
+        if config.data.eval is not None:
+            accuracy = next(v for k, v in measure(config, output).items() if k.endswith("accuracy"))
+            print(f"held-out accuracy {100 * accuracy:.1f} %; model: {output}")
+        else:
+            print(f"model: {output}")
+    return 0
+
+
+def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> None:
+    chat = ChatFormat.load(config.find(config.model.path))
+    stream = PromptStream(
+        load_data(config, chat).train, seed=config.sft.seed, shuffle=config.data.shuffle
+    )
+    stack.enter_context(ray_cluster(config.train.num_ranks))
+    ranks = TrainerRanks(
+        _settings(config), config.train.num_ranks, num_threads=config.train.num_threads
+    )
+    stack.callback(ranks.close)
+    step, line = _restore(config, run, ranks, stream)
+    writer = MetricsWriter(
+        run.path, config.to_dict(), config.logging.wandb, resume_step=step, resume_line=line
+    )
+    progress = Progress(config.sft.steps, step)
+    exit_code = 1
+    try:
+        while step < config.sft.steps:
+            step += 1
+            watch = Stopwatch()
+            with watch("time/data"):
+                rows = [answered(chat, prompt) for prompt in stream.take(config.sft.batch_size)]
+                batch = pad(rows)
+            with watch("time/train"):
+                record: dict[str, Any] = ranks.all("sft_step", *batch)[0]
+                record["weights_hash"] = ranks.one(0, "master_hash")
+            every = config.checkpoint.every
+            if (every and step % every == 0) or step == config.sft.steps:
+                state = {"step": step, "stream": stream.state(), "metrics": record}
+                with watch("time/checkpoint"):
+                    checkpoint.save(
+                        run.path,
+                        step,
+                        ranks.save,
+                        state,
+                        keep=config.checkpoint.keep,
+                    )
+            writer.log(step, record | watch.record())
+            progress.update({"loss": record["sft/loss"]})
+        ranks.one(0, "save_model", output, "float32")
+        exit_code = 0
+    finally:
+        progress.close()
+        writer.finish(exit_code)
+
+
+def _settings(config: Config) -> Any:
+    """Rank settings with the warm start's own learning rate, warm-up and seed."""
+    settings = rank_settings(config)
+    optimizer = replace(settings.optimizer, lr=config.sft.lr, warmup_steps=config.sft.warmup_steps)
+    return replace(settings, optimizer=optimizer, seed=config.sft.seed)
+
+
+def _restore(
+    config: Config, run: RunDirectory, ranks: TrainerRanks, stream: PromptStream
+) -> tuple[int, dict[str, Any] | None]:
+    path = str(config.find(config.model.path))
+    found = checkpoint.find_latest(run.path)
+    ranks.all("init_random" if config.sft.init == "random" else "load_initial", path)
+    if found is None:
+        return 0, None
+    check_same_model(found.path / "model", path)
+    ranks.all("load", str(found.path))
+    stream.restore(found.state["stream"])
+    logger.info("resumed from step %d (%s)", found.step, found.path)
+    return found.step, found.state["metrics"]
+
+
+def answered(chat: ChatFormat, prompt: Prompt) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of the prompt and of its answer, end marker included.
+
+    Raises:
+        ConfigError: the dataset has no answer to train on.
+    """
+    answer = prompt.payload.get("answer")
+    if not isinstance(answer, str) or not answer:
+        raise ConfigError(
+            f"data.train: the prompt {prompt.text!r:.80} has the answer {answer!r}; "
+            "supervised training needs a text (data.train.answer_key)"
+        )
+    return prompt.ids, chat.encode_answer(answer)
+
+
+def pad(rows: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Right-padded (ids_BS int64, length_B int64, loss_mask_BS bool); the loss is on answers alone."""
+    length_B = np.array([len(prompt) + len(answer) for prompt, answer in rows], np.int64)
+    ids_BS = np.zeros((len(rows), int(length_B.max())), np.int64)
+    mask_BS = np.zeros(ids_BS.shape, bool)
+    for b, (prompt, answer) in enumerate(rows):
+        ids_BS[b, : length_B[b]] = np.concatenate([prompt, answer])
+        mask_BS[b, len(prompt) : length_B[b]] = True
+    return ids_BS, length_B, mask_BS

@@ -1,4 +1,5 @@
-"""The demo as a benchmark: wall time, peak memory, held-out accuracy before and after, one record a seed.
+"""The demo as a benchmark: wall time, peak memory, held-out accuracy before and after, one record a
+seed.
 
 python -m benchmarks.demo --seeds 0 1 2
 """
@@ -22,7 +23,8 @@ CONFIG = "configs/tiny_cpu.yaml"
 
 
 class TreeMemory(threading.Thread):
-    """Largest sum of PSS over a process, all its descendants and what they left behind in its session, in bytes."""
+    """Largest sum of PSS over a process, all its descendants and what they left behind in its
+    session, in bytes."""
 
     def __init__(self, pid: int, interval_s: float = 0.5) -> None:
         super().__init__(daemon=True)
@@ -93,7 +95,7 @@ def main() -> None:
             us=result["wall_s"] * 1e6,
             peak_bytes=int(result["peak_bytes"]),
             value={"accuracy_gain": round(gain, 4), **{k: round(v, 8) for k, v in result.items()}},
-            correct=f"mean |dlogprob| trainer against runtime, worst step: {result['mismatch_max']:.2e}",
+            correct=f"mean |dlogprob| of trainer and runtime, worst step {result['mismatch_max']:.2e}",
         )
         print(json.dumps(record))
 

@@ -1,4 +1,5 @@
-"""From a configuration to the parts of a run: settings of each process, and the side that generates and scores."""
+"""From a configuration to the parts of a run: settings of each process, and the side that generates
+and scores."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def rollout_sampling(config: Config) -> SamplingSettings:
 def eval_sampling(config: Config) -> SamplingSettings:
     """How held-out completions are drawn.
 
-    They leave no trace in the prefix cache: rollouts after an evaluation see the same engine as rollouts without one.
+    They leave no trace in the prefix cache: rollouts after an evaluation see the same engine as
+    rollouts without one.
     """
     return SamplingSettings(
         temperature=config.eval.temperature,
@@ -92,7 +94,8 @@ def eval_sampling(config: Config) -> SamplingSettings:
 
 
 class RolloutSide:
-    """Replicas and scorers of a run. Both start in the background; `wait_started` before the first use."""
+    """Replicas and scorers of a run. Both start in the background; `wait_started` before the first
+    use."""
 
     def __init__(self, config: Config, chat: ChatFormat, data: Data) -> None:
         self._config = config

@@ -22,7 +22,9 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -250,9 +252,10 @@ def save_rank_state(
         step: optimizer steps taken.
     """
     if optimizer_tensors:
-        state_dict_saver.save(
-            optimizer_tensors, checkpoint_id=path / "optimizer", no_dist=world_size == 1
-        )
+        with _quiet():
+            state_dict_saver.save(
+                optimizer_tensors, checkpoint_id=path / "optimizer", no_dist=world_size == 1
+            )
     (path / "ranks").mkdir(exist_ok=True)
     state = {"step": step, "world_size": world_size, "rng": rng_state()}
     torch.save(state, path / "ranks" / f"{rank:05d}.pt")
@@ -281,11 +284,20 @@ def load_rank_state(
         )
     state = torch.load(file, weights_only=True)
     if state["step"] > 0:
-        state_dict_loader.load(
-            optimizer_tensors, checkpoint_id=path / "optimizer", no_dist=world_size == 1
-        )
+        with _quiet():
+            state_dict_loader.load(
+                optimizer_tensors, checkpoint_id=path / "optimizer", no_dist=world_size == 1
+            )
     set_rng_state(state["rng"])
     return int(state["step"])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # Said although `no_dist` says so already.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def rng_state() -> dict[str, Any]:

@@ -17,12 +17,12 @@ from typing import Any
 from m3rl.config import Config, ConfigError
 
 RUNS = {
-    "train": ("train", "post-train a model with GRPO, or resume a run"),
-    "rollout": ("rollout", "collect and score completions only"),
-    "eval": ("evaluate", "measure the accuracy on held-out prompts"),
-    "sft": ("sft", "train on the datasets' own answers"),
+    "train": ("m3rl.trainer:train", "post-train a model with GRPO, or resume a run"),
+    "rollout": ("m3rl.jobs:rollout", "collect and score completions only"),
+    "eval": ("m3rl.jobs:evaluate", "measure the accuracy on held-out prompts"),
+    "sft": ("m3rl.sft:sft", "train on the datasets' own answers"),
 }
-"""Command -> function of m3rl.trainer, called with the configuration, and what it does."""
+"""Command -> the function that runs it, called with the configuration, and what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,8 +88,9 @@ def _run(arguments: argparse.Namespace) -> int:
     make_plan(config, required=["tokenizer"] if starts_random else ["tokenizer", "weights"])
     # a scheduler's SIGTERM cleans up like Ctrl-C does
     signal.signal(signal.SIGTERM, _terminate)
-    trainer: Any = importlib.import_module("m3rl.trainer")  # brings ray and torch
-    code: int = getattr(trainer, RUNS[arguments.command][0])(config)
+    module, _, function = RUNS[arguments.command][0].partition(":")
+    command: Any = importlib.import_module(module)  # brings ray and torch
+    code: int = getattr(command, function)(config)
     return code
 
 

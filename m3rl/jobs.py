@@ -25,9 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 def rollout(config: Config) -> int:
-    """Collect and score rollout.num_prompts groups into run.dir/rollouts, a file every rollout.prompts_per_step.
+    """Collect and score rollout.num_prompts groups into run.dir/rollouts, a file every
+    rollout.prompts_per_step.
 
-    Files that are there already are kept: interrupted and started again, it goes on behind the last one.
+    Files that are there already are kept: interrupted and started again, it goes on behind the last
+    one.
     """
     total = config.rollout.num_prompts
     if total is None:
@@ -106,7 +108,8 @@ def measure(config: Config, model_path: str) -> dict[str, float]:
 def _replicas(
     config: Config, chat: ChatFormat, data: Data, model_path: str | None = None
 ) -> Iterator[tuple[RolloutSide, Collector]]:
-    """Replicas that hold a checkpoint from disk, and a collector that restarts lost ones from there."""
+    """Replicas that hold a checkpoint from disk, and a collector that restarts lost ones from
+    there."""
     path = str(config.find(model_path or config.model.path))
     restarts_left = config.rollout.backend.max_restarts
     with ExitStack() as stack:

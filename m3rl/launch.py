@@ -87,7 +87,8 @@ class TrainerRanks:
         return self._get([self._actors[rank].call.remote(method, *args)])[0]
 
     def all(self, method: str, *args: Any) -> list[Any]:
-        """Results of the same call on all ranks, which run it at the same time (collectives inside are fine)."""
+        """Results of the same call on all ranks, which run it at the same time (collectives inside
+        are fine)."""
         shared = [put(arg) for arg in args]
         return self._get([actor.call.remote(method, *shared) for actor in self._actors])
 
@@ -101,7 +102,8 @@ class TrainerRanks:
         self._actors = []
 
     def _get(self, refs: list[Any]) -> list[Any]:
-        """Like ray.get, but the death of one rank is told at once, also while its peers wait for it in a collective."""
+        """Like ray.get, but the death of one rank is told at once, also while its peers wait for it
+        in a collective."""
         pending = list(refs)
         while pending:
             done, pending = ray.wait(pending)

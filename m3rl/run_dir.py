@@ -1,4 +1,5 @@
-"""The run directory: whose it is, what it already holds, and whether this configuration may go on with it.
+"""The run directory: whose it is, what it already holds, and whether this configuration may go on
+with it.
 
 runs/<name>/config.yaml  metrics.jsonl  evals.jsonl  run.log  rollouts/  checkpoints/  wandb/
 """
@@ -36,7 +37,8 @@ class RunDirectory:
             purpose: the command that owns the directory, 'train', 'rollout' or 'sft'.
 
         Raises:
-            ConfigError: the directory belongs to another command or configuration (says what differs), or another
+            ConfigError: the directory belongs to another command or configuration (says what
+                differs), or another
                 process is running in it.
         """
         self.path = Path(config.run.dir)

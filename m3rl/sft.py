@@ -1,4 +1,5 @@
-"""`m3rl sft`: the supervised warm start. The same ranks, checkpoints and metrics; the loss is cross-entropy on answers."""
+"""`m3rl sft`: the supervised warm start. The same ranks, checkpoints and metrics; the loss is
+cross-entropy on answers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 def sft(config: Config) -> int:
-    """Train on the datasets' own answers for sft.steps, write a model directory, measure it on held-out prompts.
+    """Train on the datasets' own answers for sft.steps, write a model directory, measure it on
+    held-out prompts.
 
     Started again with the same configuration it goes on from its newest checkpoint.
     """
@@ -103,7 +105,7 @@ def _restore(
     ranks.all("init_random" if config.sft.init == "random" else "load_initial", path)
     if found is None:
         return 0, None
-    check_same_model(found.path / "model", path)
+    check_same_model(found.path, path)
     ranks.all("load", str(found.path))
     stream.restore(found.state["stream"])
     logger.info("resumed from step %d (%s)", found.step, found.path)
@@ -126,7 +128,8 @@ def answered(chat: ChatFormat, prompt: Prompt) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pad(rows: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Right-padded (ids_BS int64, length_B int64, loss_mask_BS bool); the loss is on answers alone."""
+    """Right-padded (ids_BS int64, length_B int64, loss_mask_BS bool); the loss is on answers
+    alone."""
     length_B = np.array([len(prompt) + len(answer) for prompt, answer in rows], np.int64)
     ids_BS = np.zeros((len(rows), int(length_B.max())), np.int64)
     mask_BS = np.zeros(ids_BS.shape, bool)

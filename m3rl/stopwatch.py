@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """`with watch("time/train"): ...`; what no phase covers is in `time/other`, so that phases sum to `time/step`."""
+    """`with watch("time/train"): ...`; what no phase covers is in `time/other`, so that phases sum
+    to `time/step`."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()

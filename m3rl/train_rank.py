@@ -27,6 +27,7 @@ from m3rl.grpo.loss import (
     LossTotals,
     cross_entropy,
     grpo_loss,
+    over_steps,
 )
 from m3rl.grpo.micro import MicroBatch
 from m3rl.grpo.mismatch import mismatch_metrics
@@ -164,7 +165,7 @@ class TrainRank:
                 seen = self._observed(batch, rows) if seen is None else seen
                 loss_of = self._grpo_loss_of(batch, rows, old_BS)
                 steps.append(self._step(batch, rows, loss_of, seen if looks else None))
-            metrics = _over_steps(steps)
+            metrics = over_steps(steps)
             if seen is not None:
                 metrics |= self._observed_metrics(batch, seen)
         metrics |= sharding_metrics(
@@ -389,19 +390,3 @@ class TrainRank:
             topk=config.num_experts_per_tok,
             num_experts=config.num_local_experts,
         )
-
-
-def _over_steps(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of an update from those of its steps: largest maxima, summed skips, else the mean."""
-    if not steps:
-        return {"policy/loss": 0.0, "optim/grad_norm": 0.0, "optim/update_skipped": 0.0}
-    metrics = {}
-    for name in steps[0]:
-        values = [step[name] for step in steps]
-        if name == "optim/update_skipped":
-            metrics[name] = sum(values)
-        elif name.endswith("_max"):
-            metrics[name] = max(values)
-        else:
-            metrics[name] = sum(values) / len(values)
-    return metrics

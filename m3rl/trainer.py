@@ -1,17 +1,17 @@
 """THE LOOP: the one file that composes rollout, grpo and weight_sync.
 
-    restore ─▶ sync(v) ─▶ ┌ prompts ─▶ groups (generate, score) ─▶ batch ─▶ update: v+1 ─▶ sync(v+1) ┐
-                          └◀── metrics line ◀── checkpoint ◀── rollouts file ◀── evaluation ◀────────┘
+    restore ─▶ sync(v) ─▶ ┌ prompts ─▶ groups ─▶ batch ─▶ update: v+1 ─▶ sync(v+1) ┐
+                          └◀ metrics line ◀ checkpoint ◀ rollouts file ◀ evaluation ┘
 
-A step is done when its line stands in metrics.jsonl. The checkpoint of a step is written just before that line and
-carries it, so a kill at any moment costs the work since the last checkpoint and nothing else. Weights reach the
-replicas before the first rollout of every process, resumed or not: an engine without a verified version serves nothing.
+A step is done when its line stands in metrics.jsonl. The checkpoint of a step is written just
+before that line and carries it, so a kill at any moment costs the work since the last checkpoint
+and nothing else. Weights reach the replicas before the first rollout of every process, resumed or
+not: an engine without a verified version serves nothing.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -43,24 +43,19 @@ def train(config: Config) -> int:
         ConfigError: what cannot be trained, or resumed, and how to mend it.
     """
     _check_trainable(config)
-    signal.signal(signal.SIGTERM, _exit_on_sigterm)
     with ExitStack() as stack:
         run = stack.enter_context(RunDirectory(config, "train"))
         Trainer(config, run, stack).run()
     return 0
 
 
-def _exit_on_sigterm(signum: int, frame: object) -> None:
-    raise SystemExit(128 + signum)  # leaves through every clean-up
-
-
 def _check_trainable(config: Config) -> None:
     rollout = config.rollout
     if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
         raise ConfigError(
-            f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}: training needs the whole "
-            "distribution (top_p=1, top_k=0, min_p=0), or the trainer's log-probabilities would be of another one; "
-            "truncated sampling is for `m3rl rollout` and `m3rl eval`"
+            f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}: "
+            "training needs the whole distribution (top_p=1, top_k=0, min_p=0), or the trainer's "
+            "log-probabilities would be of another one; truncated sampling is for `m3rl rollout`"
         )
 
 
@@ -74,11 +69,12 @@ class Trainer:
         found = checkpoint.find_latest(run.path)
         if found is not None and config.checkpoint.resume == "never":
             raise ConfigError(
-                f"run.dir={run.path} holds a checkpoint of step {found.step} and checkpoint.resume is 'never'; "
-                "set checkpoint.resume=auto to go on from it, or choose another run.dir"
+                f"run.dir={run.path} holds a checkpoint of step {found.step} and "
+                "checkpoint.resume is 'never'; set checkpoint.resume=auto to go on from it, or "
+                "choose another run.dir"
             )
         if found is not None:
-            check_same_model(found.path / "model", self._model_path)
+            check_same_model(found.path, self._model_path)
         self._found = found
         chat = ChatFormat.load(self._model_path)
         self._think_end_id = chat.think_end_id
@@ -144,7 +140,8 @@ class Trainer:
             writer.finish(exit_code)
 
     def _restore(self) -> dict[str, Any] | None:
-        """Bring ranks and stream to the checkpoint, or to the initial weights; the checkpoint's metrics line."""
+        """Bring ranks and stream to the checkpoint, or to the initial weights; the checkpoint's
+        metrics line."""
         if self._found is None:
             self._ranks.all("load_initial", self._model_path)
             logger.info("starting from %s; run directory %s", self._model_path, self._run.path)
@@ -213,7 +210,8 @@ class Trainer:
         )
 
     def _sync_weights(self) -> dict[str, Any]:
-        """Bring every replica to the ranks' version; those that fail are restarted or dropped. `refit/*`."""
+        """Bring every replica to the ranks' version; those that fail are restarted or dropped.
+        `refit/*`."""
         if self._sync.ready(self._version) == self._backend.alive:  # the update was skipped
             return {}
         report = self._sync.sync(self._version, self._backend.alive)
@@ -267,8 +265,8 @@ class Trainer:
         if self._skipped > limit:
             raise RuntimeError(
                 f"{self._skipped} updates were skipped for a loss or gradient that is not finite; "
-                f"train.max_skipped_updates={limit}. Look at optim/grad_norm and policy/ratio_max in "
-                f"{self._run.path}/metrics.jsonl; a lower optimizer.lr is the usual cure"
+                f"train.max_skipped_updates={limit}. Look at optim/grad_norm and policy/ratio_max "
+                f"in {self._run.path}/metrics.jsonl; a lower optimizer.lr is the usual cure"
             )
 
     def _save(self, record: dict[str, Any]) -> None:
@@ -303,7 +301,8 @@ class Trainer:
         after = self._run.evaluation(self._eval_set, self._version)
         if before is None or after is None:
             print(
-                f"{self._step} training steps in {self._seconds():.0f} s; run directory: {self._run.path}"
+                f"{self._step} training steps in {self._seconds():.0f} s; "
+                f"run directory: {self._run.path}"
             )
             return
         print(

@@ -1,6 +1,7 @@
 """The nouns that travel between the rooms, and the legend of the shape suffixes.
 
-`P` prompts · `G` completions of a group · `T` tokens · `B` rows of a training batch · `S` positions of a row ·
+`P` prompts · `G` completions of a group · `T` tokens · `B` rows of a training batch · `S` positions
+of a row ·
 `C` hidden · `V` vocabulary · `L` layers · `A` experts per token · `K` KV heads.
 """
 
@@ -21,7 +22,8 @@ class Prompt:
     """One item of the prompt stream, rendered and tokenised once."""
 
     ordinal: int
-    """Place in the run's stream of prompts, from 0, never reused: the key of every random choice."""
+    """Place in the run's stream of prompts, from 0, never reused: the key of every random
+    choice."""
     ids: np.ndarray
     """[P] int32: exactly what the engine receives and the trainer trains on."""
     text: str
@@ -56,7 +58,8 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class Completion:
-    """The sampled tokens of one rollout and everything known about them; a row of the Parquet files."""
+    """The sampled tokens of one rollout and everything known about them; a row of the Parquet
+    files."""
 
     prompt_ordinal: int
     sample_index: int
@@ -102,8 +105,8 @@ class Group:
 class TrainBatch:
     """Right-padded rows for one or more optimizer steps; row b is sample `sample_ids[b]`.
 
-    `logprobs_BS[b, s]` and the masks speak about token `ids_BS[b, s]` (not about its successor); the first token of
-    a row is never trained on.
+    `logprobs_BS[b, s]` and the masks speak about token `ids_BS[b, s]` (not about its successor);
+    the first token of a row is never trained on.
     """
 
     sample_ids: list[tuple[int, int]]
@@ -119,7 +122,8 @@ class TrainBatch:
     """float32"""
     temperature: float
     denominator: float
-    """What the summed token losses of the whole batch are divided by, known before the first backward."""
+    """What the summed token losses of the whole batch are divided by, known before the first
+    backward."""
     routing: list[np.ndarray | None] | None = None
     blocks: list[np.ndarray | None] | None = None
 
@@ -152,7 +156,8 @@ class WeightTarget(Protocol):
 class Receiver(Protocol):
     """Runs inside a replica's worker process; made by weight_sync, carried there by the trainer.
 
-    `bind` is called once by the replica; everything else is called by name through `RemoteReceiver.call`.
+    `bind` is called once by the replica; everything else is called by name through
+    `RemoteReceiver.call`.
     """
 
     def bind(self, target: WeightTarget) -> None: ...
@@ -165,7 +170,8 @@ class RemoteReceiver(Protocol):
         """Ship `receiver` to the replica and bind it to its engine."""
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        """Call a method of the attached receiver there; the future ends with its result or its error."""
+        """Call a method of the attached receiver there; the future ends with its result or its
+        error."""
 
 
 class SenderGroup(Protocol):

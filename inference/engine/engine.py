@@ -281,8 +281,11 @@ class Engine:
     def begin_load(self, version: int) -> None:
         """Open a load of the whole model; nothing computes until it is committed.
 
+        A load that is still open is given up. Were its writer to go on, an element would come twice
+        and be refused: two loads never mix.
+
         Raises:
-            EngineStateError: another load is open, or requests are under way and not paused.
+            EngineStateError: requests are under way and not paused.
         """
         if self._live and self._paused is None:
             raise EngineStateError(

@@ -2,18 +2,22 @@
 
                  begin               commit
     EMPTY --------------> LOADING -----------> READY(version)
-                           ^ | |                  |
-      refused before a     | | | failed after a   |
-      first write: back to | | | first write      | begin
-      where it began       | | v                  |
-                           +-+ POISONED           |
-                           +----+-----------------+
+                          ^ |  |                  |
+     begin: the open load | |  | fail after the   | begin
+     is given up          | |  v first write      |
+                          | |  POISONED           |
+                          | |  | begin            |
+                          +-|--+------------------+
+                            | fail before the first write
+                            v
+                   the state it began in
 
 Only READY serves. A load is the whole model: `commit` proves that every element was written once.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 from enum import Enum
 
@@ -21,6 +25,8 @@ from torch import Tensor
 
 from inference.engine.coverage import Bounds, Coverage, WeightLoadError, WeightSlot
 from inference.engine.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 
 class EngineStateError(RuntimeError):
@@ -60,15 +66,15 @@ class WeightLoader:
         return state is WeightState.READY
 
     def begin(self, version: int) -> None:
-        """Open a load. EngineStateError while another one is open."""
+        """Open a load of the whole model; one that is open is given up, whatever it wrote."""
         version = operator.index(version)
         if version < 0:
             raise WeightLoadError(f"version={version} must be at least 0")
         if self.state is WeightState.LOADING:
-            raise EngineStateError(
-                f"the load of version {self._next_version} is still open; commit it before "
-                f"beginning version {version}"
+            logger.warning(
+                "the load of version %d is given up for version %d", self._next_version, version
             )
+            self.fail()
         self._state_before, self.state = self.state, WeightState.LOADING
         self._next_version = version
         self._coverage = Coverage(self._worker.weight_layout)

@@ -253,7 +253,8 @@ class Scheduler:
         if live.group is not None:
             live.group.members.remove(live)
             if not live.group.members:
-                del self._groups[str(live.request.group_id)]
+                assert live.request.group_id is not None, "members of a group have its id"
+                del self._groups[live.request.group_id]
 
     def _requeue(self, live: LiveRequest, *, keep_in_cache: bool) -> None:
         self._take_pages_back(live, keep_in_cache=keep_in_cache)

@@ -154,6 +154,25 @@ def grpo_loss(inputs: LossInputs, settings: LossSettings, denominator: float) ->
     return LossOutput(loss, sums, maxima)
 
 
+def over_steps(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of an update from those of its optimizer steps.
+
+    Maxima (`*_max`) stay maxima, skipped steps are counted, everything else is averaged.
+    """
+    if not steps:
+        return {"policy/loss": 0.0, "optim/grad_norm": 0.0, "optim/update_skipped": 0.0}
+    metrics = {}
+    for name in steps[0]:
+        values = [step[name] for step in steps]
+        if name == "optim/update_skipped":
+            metrics[name] = sum(values)
+        elif name.endswith("_max"):
+            metrics[name] = max(values)
+        else:
+            metrics[name] = sum(values) / len(values)
+    return metrics
+
+
 def cross_entropy(logprobs_T: Tensor, denominator: float) -> Tensor:
     """Mean negative log-probability over the global denominator: the loss of supervised steps."""
     return -logprobs_T.sum() / denominator

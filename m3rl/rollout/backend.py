@@ -1,4 +1,5 @@
-"""What a generation backend is: token ids in, token ids and log-probabilities out, on replicas that can be re-synced.
+"""What a generation backend is: token ids in, token ids and log-probabilities out, on replicas that
+can be re-synced.
 
 Two implementations: `m3_backend` (the bundled runtime) and, for those who outgrow it, vLLM.
 """
@@ -17,7 +18,8 @@ PauseMode = Literal["drain", "keep", "recompute"]
 
 
 class BackendError(RuntimeError):
-    """The pool of replicas cannot do what was asked; the message names the replica and its fault."""
+    """The pool of replicas cannot do what was asked; the message names the replica and its
+    fault."""
 
 
 @dataclass(slots=True)
@@ -41,7 +43,8 @@ class Generated:
 
 @dataclass(slots=True)
 class ReplicaHealth:
-    """`is_alive` False: the process is gone, does not answer, or its engine failed (`detail` says which)."""
+    """`is_alive` False: the process is gone, does not answer, or its engine failed (`detail` says
+    which)."""
 
     replica: int
     is_alive: bool
@@ -60,16 +63,19 @@ class GenerationOutcome:
 
 
 class GenerationBackend(Protocol):
-    """A pool of replicas. A replica generates only after a complete set of weights was committed to it."""
+    """A pool of replicas. A replica generates only after a complete set of weights was committed to
+    it."""
 
     num_replicas: int
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, timeout_s: float
     ) -> GenerationOutcome:
-        """Finish all requests; requests of a group go to one replica, all submitted before its first step.
+        """Finish all requests; requests of a group go to one replica, all submitted before its
+        first step.
 
-        A replica that dies, fails or is silent for `timeout_s` is killed and reported, never waited for.
+        A replica that dies, fails or is silent for `timeout_s` is killed and reported, never waited
+        for.
         """
 
     def abort(self, request_ids: Sequence[str]) -> int:
@@ -85,13 +91,15 @@ class GenerationBackend(Protocol):
     def receiver(self, replica: int) -> RemoteReceiver: ...
 
     def load(self, path: str, version: int, replicas: Sequence[int] | None = None) -> None:
-        """Replicas (None: all) read a checkpoint from disk: collecting and evaluating without a trainer."""
+        """Replicas (None: all) read a checkpoint from disk: collecting and evaluating without a
+        trainer."""
 
     def drop(self, replica: int) -> None:
         """End one replica for good (or until `restart`); the others take its share."""
 
     def restart(self, replica: int) -> None:
-        """Replace a lost replica by a fresh one without weights; it must be synced before it serves."""
+        """Replace a lost replica by a fresh one without weights; it must be synced before it
+        serves."""
 
     def stats(self) -> dict[str, float]:
         """`engine/*` figures, averaged or summed over the living replicas."""

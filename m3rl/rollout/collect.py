@@ -4,8 +4,9 @@
                       ▲                               │ lost with a replica
                       └───────── heal, re-issue ──────┘
 
-A completion is known by its sample id (prompt ordinal, sample index) from the first line to the last, and everything
-random about it follows from (run seed, sample id, turn): a re-issued request is the same request.
+A completion is known by its sample id (prompt ordinal, sample index) from the first line to the
+last, and everything random about it follows from (run seed, sample id, turn): a re-issued request
+is the same request.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class Collector:
         Args:
             decode: completion ids to the text that rewards and people read.
             score: fills reward, reward_parts and reward_status of each completion.
-            heal: brings a lost replica back at the current policy version; False when it is given up for good.
+            heal: brings a lost replica back at the current policy version; False when it is given
+                up for good.
             timeout_s: longest wait for a call to the backend.
         """
         self._backend = backend
@@ -93,7 +95,8 @@ class Collector:
     def collect(
         self, prompts: Sequence[Prompt], group_size: int, sampling: SamplingSettings
     ) -> tuple[list[Group], CollectStats]:
-        """Groups in the order of `prompts`, without the completions that failed (counted; maybe none is left).
+        """Groups in the order of `prompts`, without the completions that failed (counted; maybe
+        none is left).
 
         Raises:
             BackendError: no replica is left.

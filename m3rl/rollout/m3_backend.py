@@ -1,11 +1,11 @@
 """The bundled runtime as a generation backend: one engine per Ray actor, watched by the driver.
 
-    driver                                   replica process
-    generate(requests) ── submit ─────────▶  command queue ─▶ engine thread: run commands, step, deliver
-    receiver(r).call("stream") ───────────▶  same queue: weights change only between two steps
+    driver                              replica process
+    generate(requests) ── submit ────▶  command queue ─▶ engine thread: commands, step, deliver
+    receiver(r).call("stream") ──────▶  same queue: weights change only between two steps
 
-The engine thread owns the engine: whatever touches it (submissions, aborts, pauses, weight sync) is a command that
-runs between two steps, so there is no lock and nothing can see half an update.
+The engine thread owns the engine: whatever touches it (submissions, aborts, pauses, weight sync) is
+a command that runs between two steps, so there is no lock and nothing can see half an update.
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ class M3Replica:
         """All or none: when one is refused, those before it are taken back."""
         futures: list[Future[RequestOutput]] = []
         try:
-            for request in requests:
-                futures.append(self._submit(request))
+            futures.extend(self._submit(request) for request in requests)
         except Exception:
             taken = [request.request_id for request in requests[: len(futures)]]
             self.engine.abort(taken)

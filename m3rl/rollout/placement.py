@@ -1,4 +1,5 @@
-"""Ray: started once, quietly, offline; every worker process gets its own resources and thread limit."""
+"""Ray: started once, quietly, offline; every worker process gets its own resources and thread
+limit."""
 
 from __future__ import annotations
 
@@ -18,15 +19,18 @@ import ray
 logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 256 << 20
-"""Shared memory for objects between processes of a local cluster; a step's batch is far below this."""
+"""Shared memory for objects between processes of a local cluster; a step's batch is far below
+this."""
 
 
 @contextmanager
 def ray_cluster(num_processes: int) -> Iterator[None]:
     """A Ray cluster for `num_processes` workers, ended on every way out of the block.
 
-    With RAY_ADDRESS set, joins that cluster. Otherwise starts a local one whose CPU count is at least the number of
-    workers: a worker is limited by its own thread count, so two cores can host a trainer rank and a replica.
+    With RAY_ADDRESS set, joins that cluster. Otherwise starts a local one whose CPU count is at
+    least the number of
+    workers: a worker is limited by its own thread count, so two cores can host a trainer rank and a
+        replica.
     """
     if ray.is_initialized():
         raise RuntimeError("Ray is already running in this process; close it before starting a run")
@@ -47,7 +51,8 @@ def ray_cluster(num_processes: int) -> Iterator[None]:
 
 
 def worker_options(num_threads: int, num_gpus: int = 0, **extra: Any) -> dict[str, Any]:
-    """Actor options of one worker process: `num_threads` for OpenMP and torch, no restart behind our back."""
+    """Actor options of one worker process: `num_threads` for OpenMP and torch, no restart behind
+    our back."""
     threads = str(num_threads)
     env = {
         "OMP_NUM_THREADS": threads,

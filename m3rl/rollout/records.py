@@ -1,4 +1,5 @@
-"""Completions in Parquet: one row a completion, the names of `Completion`, arrays as Arrow lists."""
+"""Completions in Parquet: one row a completion, the names of `Completion`, arrays as Arrow
+lists."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ SCHEMA = pa.schema(
         ("blocks_shape", pa.list_(pa.int32())),
     ]
 )
-"""`reward_parts` is a JSON object of numbers; `version_spans` is flattened pairs; `routing` (uint8) and `blocks`
+"""`reward_parts` is a JSON object of numbers; `version_spans` is flattened pairs; `routing` (uint8)
+and `blocks`
 (int32, little endian) are raw bytes in C order with their shape beside them."""
 
 

@@ -164,9 +164,13 @@ def test_running_requests_survive_a_poisoned_engine():
     assert output.version_spans.tolist() == [[0, 0], [4, 2]]
 
 
+def write_all(engine, tensors):
+    for name, tensor in tensors.items():
+        engine.write(name, whole(tensor), tensor)
+
+
 def write_some(engine):
-    for name in list(weights(1))[:-2]:
-        engine.write(name, whole(weights(1)[name]), weights(1)[name])
+    write_all(engine, dict(list(weights(1).items())[:-2]))
     engine.commit()
 
 
@@ -208,11 +212,41 @@ def test_a_write_never_converts_or_guesses(name, change, message):
         engine.write(name, whole(tensor), change(tensor))
 
 
-def test_a_second_load_names_the_one_that_is_open():
+def test_a_load_begun_anew_must_be_whole_again():
     engine = make_engine()
     engine.begin_load(1)
-    with pytest.raises(EngineStateError, match="load of version 1 is still open"):
-        engine.begin_load(2)
+    for name in list(weights(1))[:-1]:
+        engine.write(name, whole(weights(1)[name]), weights(1)[name])
+    sync(engine, weights(1), 2)
+    assert engine.version == 2
+    assert engine.weights_hash() == hashes(weights(1))
+
+
+def test_two_loads_never_mix():
+    """A writer that goes on after another began: the same element comes twice."""
+    engine = make_engine()
+    first, last = "model.embed_tokens.weight", "lm_head.weight"
+    engine.begin_load(1)
+    engine.write(first, whole(weights(1)[first]), weights(1)[first])
+    engine.begin_load(2)
+    engine.write(last, whole(weights(1)[last]), weights(1)[last])
+    with pytest.raises(WeightLoadError, match="written before in the same load"):
+        write_all(engine, weights(2))
+    assert engine.version is None
+
+
+def test_a_load_given_up_before_its_first_write_leaves_the_old_weights():
+    engine = make_engine()
+    engine.begin_load(1)
+    engine.begin_load(2)
+    with pytest.raises(WeightLoadError, match="no tensor of this model"):
+        engine.write("elsewhere", ((0, 1),), torch.zeros(1))
+    assert engine.version == 0
+    (output,) = run(engine, [Request("r", prompt(9), greedy(4))])
+    assert_same(output, run_alone(prompt(9), greedy(4)))
+
+
+def test_a_version_is_a_number_from_0():
     with pytest.raises(WeightLoadError, match="version=-1"):
         make_engine().begin_load(-1)
 

@@ -26,7 +26,8 @@ def answer(request: GenerationRequest, finish_reason: str = "stop") -> Generated
 
 
 class FakeBackend:
-    """Answers every request, except what `faults` says of a call: request ids that are lost with their replica."""
+    """Answers every request, except what `faults` says of a call: request ids that are lost with
+    their replica."""
 
     num_replicas = 2
 

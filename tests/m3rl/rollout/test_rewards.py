@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -40,8 +41,6 @@ def score(payload, text):
         time.sleep(3600)
     if text == "pid":
         return os.getpid()
-    if text == "kill later":
-        return 1.0
     return float(text == payload["answer"])
 """
 
@@ -171,7 +170,11 @@ def test_workers_end_with_their_parent_even_while_a_scorer_hangs(tmp_path):
         os._exit(1)
     """
     ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 1, ended.stderr
     wait_until_gone(int(ended.stdout))

@@ -95,7 +95,7 @@ def main() -> None:
             us=result["wall_s"] * 1e6,
             peak_bytes=int(result["peak_bytes"]),
             value={"accuracy_gain": round(gain, 4), **{k: round(v, 8) for k, v in result.items()}},
-            correct=f"mean |dlogprob| of trainer and runtime, worst step {result['mismatch_max']:.2e}",
+            correct=f"mean |dlogprob| trainer, runtime: worst step {result['mismatch_max']:.2e}",
         )
         print(json.dumps(record))
 

@@ -360,16 +360,16 @@ class Config(Section):
     def differences(self, other: Config) -> list[str]:
         """`key: mine here, theirs there` for all that a run and its resumption must agree on.
 
-        How long a run is, where it lives and how it is saved may change: train.steps, run.*,
-        checkpoint.*.
+        How long a run is, where it lives and how it is saved may change: train.steps, run.dir,
+        run.name, checkpoint.*. (Another run.seed would draw other prompts from here on.)
         """
         mine, theirs = flatten(self.to_dict()), flatten(other.to_dict())
         return [
             f"{key}: {mine.get(key)!r} here, {theirs.get(key)!r} there"
             for key in sorted(mine.keys() | theirs.keys())
             if mine.get(key) != theirs.get(key)
-            and key != "train.steps"
-            and not key.startswith(("run.", "checkpoint."))
+            and key not in ("train.steps", "run.dir", "run.name")
+            and not key.startswith("checkpoint.")
         ]
 
     def origin(self, key: str) -> str:

@@ -86,8 +86,11 @@ class RunDirectory:
         """Append one evaluation to evals.jsonl unless its (kind, version) is there already."""
         if self.evaluation(record["set"], record["version"]) is not None:
             return
-        with (self.path / "evals.jsonl").open("a") as file:
-            file.write(json.dumps(record, sort_keys=True) + "\n")
+        path = self.path / "evals.jsonl"
+        text = path.read_text() if path.exists() else ""
+        torn = text != "" and not text.endswith("\n")  # a kill in the middle of a line
+        with path.open("a") as file:
+            file.write("\n" * torn + json.dumps(record, sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
 

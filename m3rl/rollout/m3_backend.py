@@ -121,18 +121,19 @@ class M3Replica:
 
     def _submit_all(self, requests: Sequence[GenerationRequest]) -> list[Future[RequestOutput]]:
         """All or none: when one is refused, those before it are taken back."""
-        futures: list[Future[RequestOutput]] = []
+        taken: list[str] = []
         try:
-            futures.extend(self._submit(request) for request in requests)
+            for request in requests:
+                self._submit(request)
+                taken.append(request.request_id)
         except Exception:
-            taken = [request.request_id for request in requests[: len(futures)]]
             self.engine.abort(taken)
             for request_id in taken:
                 del self._waiting[request_id]
             raise
-        return futures
+        return [self._waiting[request_id] for request_id in taken]
 
-    def _submit(self, request: GenerationRequest) -> Future[RequestOutput]:
+    def _submit(self, request: GenerationRequest) -> None:
         from inference.engine.request import Request, SamplingParams
 
         params = SamplingParams(
@@ -155,9 +156,7 @@ class M3Replica:
                 use_prefix_cache=request.use_prefix_cache,
             )
         )
-        future: Future[RequestOutput] = Future()
-        self._waiting[request.request_id] = future
-        return future
+        self._waiting[request.request_id] = Future()
 
     def _run(self, command: Callable[[], Any]) -> Any:
         """Run a command on the engine thread between two steps and return its result."""
@@ -165,6 +164,8 @@ class M3Replica:
             raise RuntimeError(f"the engine of this replica has failed: {self._failure!r}")
         future: Future[Any] = Future()
         self._commands.put((command, future))
+        if self._failure is not None:  # it failed since: nobody else empties the queue
+            self._fail_all(self._failure)
         return future.result()
 
     def _serve(self) -> None:

@@ -355,14 +355,11 @@ def test_unknown_options_name_the_known_ones(change, message):
         Policy(model_config(CONFIG), **options)
 
 
-def test_policy_and_grpo_import_without_the_heavy_neighbours():
+def test_grpo_imports_without_transformers():
     code = (
         "import sys, pkgutil, importlib, m3rl.grpo as grpo\n"
         "for module in pkgutil.iter_modules(grpo.__path__):\n"
         "    importlib.import_module('m3rl.grpo.' + module.name)\n"
         "assert 'transformers' not in sys.modules\n"
-        "import m3rl.policy\n"
-        "loaded = {'ray', 'wandb', 'vllm'} & set(sys.modules)\n"
-        "assert not loaded, loaded\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -127,7 +127,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_split(model, tokens):
 def test_the_gradient_is_that_of_the_formula_on_transformers_own_model(model):
     batch = random_batch(1)
     actual = gradients(start(model), batch)
-    oracle = transformers_model(CONFIG, dict(TrainRank_tensors(model)))
+    oracle = transformers_model(CONFIG, dict(start(model).policy.export("float32")))
     ids = torch.from_numpy(batch.ids_BS)
     attention_mask = torch.arange(WIDTH) < torch.from_numpy(batch.length_B)[:, None]
     log_p = oracle(ids, attention_mask=attention_mask.long()).logits.log_softmax(-1)
@@ -143,10 +143,6 @@ def test_the_gradient_is_that_of_the_formula_on_transformers_own_model(model):
         if parameter.grad is not None
     }
     assert_close_gradients(actual, expected)
-
-
-def TrainRank_tensors(model):  # noqa: N802
-    return start(model).policy.export("float32")
 
 
 def test_the_same_inputs_give_the_same_bits(model):
@@ -318,11 +314,11 @@ def test_kl_is_measured_against_the_initial_weights(model):
 
 
 def test_warm_up_and_clipping_are_what_they_say(model):
-    rank = start(model, with_optimizer(warmup_steps=3, grad_clip=0.5))
+    rank = start(model, with_optimizer(warmup_steps=3, grad_clip=0.1))
     metrics = [rank.update(random_batch(13)) for _ in range(4)]
     assert [m["optim/lr"] for m in metrics] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3])
-    assert metrics[0]["optim/grad_norm"] > 0.5
-    assert metrics[0]["optim/grad_norm_clipped"] == 0.5
+    assert metrics[0]["optim/grad_norm"] > 0.1
+    assert metrics[0]["optim/grad_norm_clipped"] == 0.1
 
 
 def test_weight_decay_acts_on_trained_matrices_only(model):
@@ -468,7 +464,9 @@ def test_settings_that_make_no_sense_are_refused(change, message):
         replace(SETTINGS, **change)
 
 
-# Two ranks. Row counts of 7, 3 and 1: with one row the second rank has none.
+# Two ranks. With one row the second rank has none. Adam's first step is lr * g / (|g| + eps): the
+# eps keeps it from giving gradients that are rounding noise a step of full size.
+TWO_RANKS = with_optimizer(eps=1e-4)
 ROWS = {0: 7, 1: 3, 2: 1, 3: 7}
 
 
@@ -477,8 +475,8 @@ def two_rank_batches():
 
 
 def play_rank(rank_id, world_size, model, out):
-    """One rank's whole life, run as a process: three straight updates, or two, a stop and one more."""
-    rank = TrainRank(SETTINGS, rank_id, world_size, f"file://{out}/meet")
+    """A rank's whole life, run as a process: a straight run, or its second half after a resume."""
+    rank = TrainRank(TWO_RANKS, rank_id, world_size, f"file://{out}/meet")
     rank.load_initial(model)
     batches = two_rank_batches()
     if (out / "saved").exists():
@@ -509,6 +507,7 @@ def play_rank(rank_id, world_size, model, out):
             "metrics": metrics,
             "logprobs": logprobs.tolist(),
             "skipped": skipped,
+            "neighbours": sorted({"ray", "wandb", "vllm"} & set(sys.modules)),
         }
     (out / f"record{rank_id}.json").write_text(json.dumps(record))
     rank.close()
@@ -552,15 +551,12 @@ def test_two_ranks_have_the_gradient_of_one(model, two_ranks):
 
 def test_two_ranks_take_the_step_of_one(model, two_ranks):
     out, _ = two_ranks
-    alone = start(model)
+    alone = start(model, TWO_RANKS)
     alone.update(two_rank_batches()[0])
     first, second = (torch.load(out / f"weights{rank}") for rank in range(2))
-    moved = 0
     for name, tensor in alone.policy.export("float32"):
         assert torch.equal(first[name], second[name]), name
-        # Adam's first step is lr * g / |g|: where g is rounding noise its sign is too.
-        moved += int(((first[name] - tensor).abs() > 1e-6).sum())
-    assert moved <= 0.001 * alone.policy.config.num_parameters
+        torch.testing.assert_close(first[name], tensor, atol=1e-6, rtol=0, msg=name)
 
 
 def test_two_ranks_agree_with_each_other_and_with_one_on_every_metric(model, two_ranks):
@@ -574,6 +570,10 @@ def test_two_ranks_agree_with_each_other_and_with_one_on_every_metric(model, two
         if not name.startswith(("perf/", "optim/param")):
             assert records[0]["metrics"][0][name] == pytest.approx(value, abs=1e-4), name
     assert records[0]["metrics"][0]["perf/seqlen_imbalance"] > 1.0
+
+
+def test_a_rank_needs_no_ray_no_wandb_and_no_vllm(two_ranks):
+    assert two_ranks[1][0]["neighbours"] == []
 
 
 def test_two_ranks_skip_a_broken_step_together(two_ranks):

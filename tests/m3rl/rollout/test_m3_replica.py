@@ -1,0 +1,146 @@
+"""The replica process without Ray: one engine, one thread, commands between two steps."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from m3rl.rollout.m3_backend import M3Replica, ReplicaSettings
+from m3rl.types import GenerationRequest
+from tests.tiny_models import random_checkpoint, tiny_config
+
+ENGINE = {"num_pages": 256, "max_tokens_per_step": 64}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    random_checkpoint(path, tiny_config(), seed=0)
+    return path
+
+
+@pytest.fixture
+def replica(model_path: Path) -> M3Replica:
+    made = M3Replica(ReplicaSettings(str(model_path), ENGINE))
+    made.load(str(model_path), 3)
+    return made
+
+
+def request(ordinal: int, index: int = 0, **changes) -> GenerationRequest:
+    fields = {
+        "request_id": f"{ordinal}.{index}",
+        "group_id": str(ordinal),
+        "prompt_ordinal": ordinal,
+        "sample_index": index,
+        "prompt_ids": np.arange(1, 12 + ordinal, dtype=np.int32),
+        "seed": 100 * ordinal + index,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "max_tokens": 8,
+    }
+    return GenerationRequest(**{**fields, **changes})
+
+
+def test_results_come_in_the_order_of_the_requests_with_the_loaded_version(
+    replica: M3Replica,
+) -> None:
+    requests = [request(p, i) for p in (2, 0, 1) for i in range(3)]
+    results = replica.generate(requests)
+    assert [r.request_id for r in results] == [r.request_id for r in requests]
+    for result in results:
+        assert result.version_spans.tolist() == [[0, 3]]
+        assert len(result.token_ids) == len(result.logprobs)
+        assert (result.logprobs < 0).all()
+
+
+def test_the_same_requests_give_the_same_bits_in_another_process_state(
+    replica: M3Replica, model_path: Path
+) -> None:
+    requests = [request(p, i) for p in range(3) for i in range(4)]
+    first = replica.generate(requests)
+    fresh = M3Replica(ReplicaSettings(str(model_path), ENGINE))
+    fresh.load(str(model_path), 3)
+    for a, b in zip(first, fresh.generate(requests), strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids)
+        assert np.array_equal(a.logprobs, b.logprobs)
+
+
+def test_a_refused_request_takes_back_those_before_it_and_harms_nobody(
+    replica: M3Replica,
+) -> None:
+    with pytest.raises(ValueError, match=r"9\.9"):
+        replica.generate([request(0), request(9, 9, max_tokens=10**6)])
+    assert [r.request_id for r in replica.generate([request(0)])] == ["0.0"]
+    assert replica.health()["failure"] == ""
+
+
+def test_an_abort_ends_a_running_call_with_what_it_has(replica: M3Replica) -> None:
+    replica.pause("keep")
+    results: list = []
+    caller = threading.Thread(target=lambda: results.extend(replica.generate([request(0)])))
+    caller.start()
+    while replica.stats()["waiting"] + replica.stats()["running"] == 0:
+        pass
+    assert replica.abort(["0.0", "unknown"]) == 1
+    caller.join(timeout=10)
+    assert not caller.is_alive()
+    assert results[0].finish_reason == "abort"
+    replica.resume()
+
+
+def test_a_paused_replica_generates_nothing_until_it_is_resumed(replica: M3Replica) -> None:
+    replica.pause("drain")
+    with pytest.raises(RuntimeError, match="drained"):
+        replica.generate([request(0)])
+    replica.resume()
+    assert len(replica.generate([request(0)])) == 1
+
+
+def test_a_failed_engine_fails_its_callers_and_its_health_and_does_not_hang(
+    replica: M3Replica,
+) -> None:
+    def explode():
+        raise FloatingPointError("the forward pass broke")
+
+    replica.engine.step = explode
+    with pytest.raises(RuntimeError, match="the forward pass broke"):
+        replica.generate([request(0), request(1)])
+    assert "the forward pass broke" in replica.health()["failure"]
+    with pytest.raises(RuntimeError, match="has failed"):
+        replica.generate([request(2)])
+
+
+def test_an_engine_without_weights_serves_nothing(model_path: Path) -> None:
+    empty = M3Replica(ReplicaSettings(str(model_path), ENGINE))
+    with pytest.raises(RuntimeError, match="EMPTY"):
+        empty.generate([request(0)])
+
+
+class Recorder:
+    """A receiver that notes on which thread it is called."""
+
+    def bind(self, target) -> None:
+        self.target = target
+
+    def thread_name(self) -> str:
+        return threading.current_thread().name
+
+    def fail(self) -> None:
+        raise ValueError("this sync is broken")
+
+
+def test_receiver_calls_run_on_the_engine_thread_and_their_errors_reach_the_caller(
+    replica: M3Replica,
+) -> None:
+    with pytest.raises(RuntimeError, match="no receiver"):
+        replica.receiver_call("thread_name")
+    recorder = Recorder()
+    replica.attach(recorder)
+    assert recorder.target is replica.engine
+    assert replica.receiver_call("thread_name") == "engine"
+    with pytest.raises(ValueError, match="this sync is broken"):
+        replica.receiver_call("fail")
+    assert replica.health()["failure"] == ""

@@ -1,0 +1,265 @@
+import json
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.config import ModelConfig
+from m3rl.config import ConfigError
+from m3rl.plan import H200_BYTES, describe, gpu_table, make_plan, parameters_by_class
+from tests.m3rl.run_files import TEXT_CONFIG, config, write_model
+from tests.m3rl.tiny_tokenizer import MARKERS, character_tokenizer, write_tokenizer
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "model")
+
+
+def refusal(folder, **sections):
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config(folder, **sections))
+    return str(caught.value)
+
+
+def rollout(**changes):
+    return {"group_size": 2, "prompts_per_step": 4, "max_tokens": 12} | changes
+
+
+def engine(**options):
+    return rollout(backend={"kind": "m3", "engine": options})
+
+
+REAL = TEXT_CONFIG | {
+    "hidden_size": 6144,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "rotary_dim": 64,
+    "vocab_size": 200064,
+    "max_position_embeddings": 1048576,
+    "intermediate_size": 3072,
+    "dense_intermediate_size": 12288,
+    "shared_intermediate_size": 3072,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "moe_layer_freq": [0] * 3 + [1] * 57,
+    "bos_token_id": 200034,
+    "eos_token_id": 200020,
+    "sparse_attention_config": TEXT_CONFIG["sparse_attention_config"]
+    | {
+        "sparse_attention_freq": [0] * 3 + [1] * 57,
+        "sparse_num_index_heads": 4,
+        "sparse_index_dim": 128,
+        "sparse_block_size": 128,
+        "sparse_topk_blocks": 16,
+        "sparse_disable_index_value": [0] * 3 + [1] * 57,
+    },
+}
+"""The released MiniMax-M3."""
+
+
+def test_the_classes_of_the_released_model_have_their_known_sizes():
+    assert parameters_by_class(ModelConfig.from_dict(REAL, source="test")) == {
+        "embedding and head": 2_458_386_432,
+        "attention": 6_417_300_480,
+        "index branch": 224_147_712,
+        "dense MLP": 679_477_248,
+        "routed experts": 413_122_166_784,
+        "shared experts": 3_227_516_928,
+        "router": 44_833_920,
+        "norms": 743_424,
+    }
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 4), st.integers(1, 9), st.integers(1, 6))
+def test_the_classes_add_up_to_the_model(layers, dense, experts, width):
+    flags = [int(layer >= dense) for layer in range(layers)]
+    sparse = TEXT_CONFIG["sparse_attention_config"] | {
+        "sparse_attention_freq": flags,
+        "sparse_disable_index_value": flags,
+    }
+    model = ModelConfig.from_dict(
+        TEXT_CONFIG
+        | {
+            "num_hidden_layers": layers,
+            "moe_layer_freq": flags[::-1],
+            "num_local_experts": experts + 1,
+            "intermediate_size": 8 * width,
+            "sparse_attention_config": sparse | ({} if any(flags) else {"sparse_attention_freq": [1] * layers, "sparse_disable_index_value": [1] * layers}),
+        },
+        source="test",
+    )
+    assert sum(parameters_by_class(model).values()) == model.num_parameters
+
+
+def test_bytes_and_pages_by_hand(tmp_path, model):
+    plan = make_plan(
+        config(tmp_path, rollout=engine(num_pages=100), policy={"dtype": "bfloat16"})
+    )
+    total = sum(plan.parameters.values())
+    trained = total - plan.parameters["index branch"]
+    assert plan.trainer_bytes == {
+        "FP32 masters": 4 * total,
+        "gradients": 4 * trained,
+        "Adam moments": 8 * trained,
+        "bfloat16 copy": 2 * total,
+    }
+    router = 4 * (16 + 1)  # one MoE layer of 4 experts: a row of 16 and a bias each, in FP32
+    assert plan.replica_bytes == {
+        "weights": 2 * (total - router) + 4 * router,
+        "KV pages": 100 * 4 * 2 * (2 * 1 * 8) * 2,  # pages, slots, layers, K and V, BF16
+        "index pages": 100 * 4 * 1 * 8 * 2,
+    }
+    assert plan.tokens_per_step == 4 * 2 * (100 + 12)
+    # 100 prompt tokens fill 25 pages shared by a group; 12 more tokens are 3 pages of each
+    assert plan.demand_pages == 4 * 25 + 8 * 3
+
+
+def test_demand_counts_only_what_runs_together(tmp_path, model):
+    plan = make_plan(config(tmp_path, rollout=engine(max_running_requests=2)))
+    assert plan.demand_pages == 2 * 25 + 2 * 3
+
+
+def test_captures_take_room_beside_the_pages(tmp_path, model):
+    plan = make_plan(
+        config(tmp_path, rollout=rollout(capture_routing=True, capture_blocks=True))
+    )
+    slots = 512 * 4
+    assert plan.replica_bytes["captured routing"] == slots * 1 * 2
+    assert plan.replica_bytes["captured blocks"] == slots * 1 * 1 * 2 * 4
+
+
+def test_a_request_of_full_length_must_fit_into_pages_and_positions(tmp_path, model):
+    text = refusal(tmp_path, rollout=engine(num_pages=27))
+    assert "= 112 is more than a replica can hold: 108" in text
+    assert "num_pages to 28 or more" in text
+    make_plan(config(tmp_path, rollout=engine(num_pages=28)))
+    long = refusal(tmp_path, rollout=rollout(max_tokens=157))
+    assert "= 257 is more than a replica can hold: 256" in long
+
+
+def test_every_fault_is_told_at_once(tmp_path, model):
+    (model / "tokenizer.json").unlink()
+    (model / "model.safetensors").unlink()
+    text = refusal(tmp_path, rollout=engine(num_pages=2))
+    assert len(text.splitlines()) == 3
+
+
+def test_a_config_that_would_be_dense_in_silence_is_refused(tmp_path, model):
+    raw = {k: v for k, v in TEXT_CONFIG.items() if k != "sparse_attention_config"}
+    (model / "config.json").write_text(json.dumps(raw))
+    assert "model.path: " in refusal(tmp_path)
+
+
+def test_a_model_folder_that_is_missing_is_named(tmp_path):
+    assert "config.json" in refusal(tmp_path)
+
+
+def test_a_tokenizer_without_the_markers_is_named_with_them(tmp_path, model):
+    write_tokenizer(model, character_tokenizer(MARKERS[:2]))
+    assert "lacks the markers [e~[ ]<]minimax[>[ <mm:think> </mm:think>" in refusal(tmp_path)
+
+
+def test_a_tokenizer_of_another_model_is_noticed_by_its_ids(tmp_path):
+    write_model(tmp_path / "model", vocab_size=105)
+    assert "belong to different models" in refusal(tmp_path)
+
+
+def test_an_end_marker_that_does_not_end_the_model_is_refused(tmp_path):
+    write_model(tmp_path / "model", eos_token_id=7)
+    assert "[e~[ is token 103, and the model ends at eos_token_id [7]" in refusal(tmp_path)
+
+
+def test_a_missing_chat_template_is_refused(tmp_path, model):
+    (model / "chat_template.jinja").unlink()
+    assert "chat_template.jinja: missing" in refusal(tmp_path)
+
+
+def test_a_template_inside_tokenizer_config_is_one(tmp_path, model):
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    make_plan(config(tmp_path))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 20, -1])
+def test_a_truncated_weight_file_is_noticed_without_reading_it(tmp_path, model, keep):
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert str(file) in refusal(tmp_path)
+
+
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path, model):
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"xx")
+    assert "not a safetensors file" in refusal(tmp_path)
+
+
+def test_shards_are_checked_through_their_index(tmp_path, model):
+    (model / "model.safetensors").rename(model / "model-1.safetensors")
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.all": "model-1.safetensors"}}))
+    make_plan(config(tmp_path))
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "x.safetensors"}}))
+    assert "x.safetensors: missing; the index names it" in refusal(tmp_path)
+
+
+def test_weights_of_another_size_are_refused(tmp_path, model):
+    write_model(tmp_path / "other", hidden_size=32)
+    (tmp_path / "other" / "model.safetensors").rename(model / "model.safetensors")
+    assert "belong to different models, or files are missing" in refusal(tmp_path)
+
+
+def test_quantised_weights_are_refused_for_training(tmp_path, model):
+    header = {"model.x": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}
+    raw = json.dumps(header).encode()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + b"xx")
+    assert "use the BF16 checkpoint" in refusal(tmp_path)
+
+
+def test_weights_that_are_about_to_be_made_are_only_noticed(tmp_path, model):
+    (model / "model.safetensors").unlink()
+    plan = make_plan(config(tmp_path), required=["tokenizer"])
+    assert "neither model.safetensors nor" in plan.notices[0]
+    assert "note: " in describe(plan)
+
+
+def test_a_dataset_that_cannot_be_read_is_refused(tmp_path, model):
+    data = {"train": {"kind": "reasoning_gym", "name": "spell_backwards", "size": 3}}
+    off = {"at_start": False, "at_end": False}
+    assert "has no generator 'spell_backwards'" in refusal(tmp_path, data=data, eval=off)
+
+
+def test_truncated_sampling_is_noticed(tmp_path, model):
+    plan = make_plan(config(tmp_path, rollout=rollout(top_p=0.9)))
+    assert any("rollout.top_p: 0.9 truncates" in notice for notice in plan.notices)
+
+
+def test_the_description_has_all_sums(tmp_path, model):
+    text = describe(make_plan(config(tmp_path)))
+    rows = [line.split() for line in text.splitlines()]
+    assert "test: 1 trainer rank(s), 1 replica(s)" in text
+    count = ModelConfig.from_pretrained(model).num_parameters
+    assert ["all", f"{count:,}"] in rows
+    assert "all of a step fits at once" in text
+
+
+def test_gpus_beyond_the_trainers_are_replicas_and_too_few_are_refused(tmp_path, model):
+    text, works = gpu_table(make_plan(config(tmp_path, train={"num_ranks": 2})), [2, 8])
+    rows = [line.split() for line in text.splitlines()[2:]]
+    assert rows[0][:4] == ["2", "2", "0", "refused:"]
+    assert rows[1] == ["8", "2", "6", "fits"]
+    assert works
+
+
+def test_a_model_that_needs_several_gpus_is_refused_with_its_size(tmp_path, model):
+    (model / "config.json").write_text(json.dumps(REAL))
+    limits = {"data": {**config(tmp_path).to_dict()["data"]}}
+    plan = make_plan(config(tmp_path, **limits), required=[])
+    assert sum(plan.trainer_bytes.values()) > H200_BYTES
+    text, works = gpu_table(plan, [8, 64])
+    assert not works
+    assert "a trainer rank needs 6.9 TiB and cannot be spread over GPUs yet" in text

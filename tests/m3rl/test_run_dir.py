@@ -1,0 +1,81 @@
+"""The run directory: one owner, one configuration, one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from m3rl.config import Config, ConfigError
+from m3rl.run_dir import RunDirectory, check_same_model
+
+
+def config(tmp_path: Path, *overrides: str) -> Config:
+    return Config.load("configs/tiny_cpu.yaml", [f"run.dir={tmp_path / 'run'}", *overrides])
+
+
+def test_the_same_configuration_and_a_longer_one_may_go_on(tmp_path: Path) -> None:
+    with RunDirectory(config(tmp_path), "train"):
+        pass
+    longer = config(tmp_path, "train.steps=1000", "checkpoint.every=7", "run.name=other")
+    with RunDirectory(longer, "train") as run:
+        assert Config.load(run.path / "config.yaml", []).train.steps == 1000
+
+
+def test_what_differs_is_named_with_both_values(tmp_path: Path) -> None:
+    with RunDirectory(config(tmp_path), "train"):
+        pass
+    with pytest.raises(ConfigError, match=r"rollout\.group_size: 4 here, 8 there"):
+        RunDirectory(config(tmp_path, "rollout.group_size=4"), "train")
+    with RunDirectory(config(tmp_path), "train"):  # the refusal left it as it was, and unlocked
+        pass
+
+
+def test_another_seed_is_another_run(tmp_path: Path) -> None:
+    with RunDirectory(config(tmp_path), "train"):
+        pass
+    with pytest.raises(ConfigError, match=r"run\.seed"):
+        RunDirectory(config(tmp_path, "run.seed=1"), "train")
+
+
+def test_a_directory_belongs_to_one_command(tmp_path: Path) -> None:
+    with RunDirectory(config(tmp_path), "train"):
+        pass
+    with pytest.raises(ConfigError, match="belongs to `m3rl train`"):
+        RunDirectory(config(tmp_path), "rollout")
+
+
+def test_a_second_holder_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    with (
+        RunDirectory(config(tmp_path), "train"),
+        pytest.raises(ConfigError, match="another m3rl process"),
+    ):
+        RunDirectory(config(tmp_path), "train")
+    with RunDirectory(config(tmp_path), "train"):
+        pass
+
+
+def test_evaluations_are_kept_once_and_survive_a_half_written_line(tmp_path: Path) -> None:
+    with RunDirectory(config(tmp_path), "train") as run:
+        run.record_evaluation({"set": "a", "version": 0, "accuracy": 0.25})
+        run.record_evaluation({"set": "a", "version": 0, "accuracy": 0.99})
+        with (run.path / "evals.jsonl").open("a") as file:
+            file.write('{"set": "a", "vers')
+        run.record_evaluation({"set": "a", "version": 5, "accuracy": 0.5})
+        assert run.evaluation("a", 0) == {"set": "a", "version": 0, "accuracy": 0.25}
+        assert run.evaluation("a", 5) == {"set": "a", "version": 5, "accuracy": 0.5}
+        assert run.evaluation("b", 0) is None
+
+
+def test_a_changed_model_config_is_refused_with_the_key_and_both_values(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder, topk in ((old, 2), (new, 4)):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"hidden_size": 8, "topk": topk}))
+        (folder / "tokenizer.json").write_text("{}")
+    check_same_model(old, str(old))
+    with pytest.raises(ConfigError, match=r"config\.json changed .*topk: was 2, is 4"):
+        check_same_model(old, str(new))
+    (new / "config.json").write_text((old / "config.json").read_text())
+    (new / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match=r"tokenizer\.json changed"):
+        check_same_model(old, str(new))

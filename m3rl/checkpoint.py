@@ -19,20 +19,12 @@ import hashlib
 import json
 import logging
 import os
-import random
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 logger = logging.getLogger(__name__)
 
@@ -240,91 +232,3 @@ def _sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def save_rank_state(
-    path: Path, rank: int, world_size: int, optimizer_tensors: dict[str, Tensor], step: int
-) -> None:
-    """Write a trainer rank's part of a checkpoint; every rank calls it at the same time.
-
-    Args:
-        optimizer_tensors: what this rank holds of the optimizer's state, by name; may be empty.
-        step: optimizer steps taken.
-    """
-    if optimizer_tensors:
-        with _quiet():
-            state_dict_saver.save(
-                optimizer_tensors, checkpoint_id=path / "optimizer", no_dist=world_size == 1
-            )
-    (path / "ranks").mkdir(exist_ok=True)
-    state = {"step": step, "world_size": world_size, "rng": rng_state()}
-    torch.save(state, path / "ranks" / f"{rank:05d}.pt")
-
-
-def load_rank_state(
-    path: Path, rank: int, world_size: int, optimizer_tensors: dict[str, Tensor]
-) -> int:
-    """Restore what `save_rank_state` wrote: optimizer state in place, RNGs of the process.
-
-    Args:
-        optimizer_tensors: allocated tensors to be filled; names and shapes as they were saved.
-
-    Returns:
-        Optimizer steps taken.
-
-    Raises:
-        CheckpointError: the checkpoint was written by another number of ranks, or lacks this one.
-    """
-    file = path / "ranks" / f"{rank:05d}.pt"
-    written = sorted((path / "ranks").glob("*.pt"))
-    if len(written) != world_size or file not in written:
-        raise CheckpointError(
-            f"{path} was written by {len(written)} trainer ranks and this run has {world_size}; "
-            f"resume it with train.num_ranks={len(written)}"
-        )
-    state = torch.load(file, weights_only=True)
-    if state["step"] > 0:
-        with _quiet():
-            state_dict_loader.load(
-                optimizer_tensors, checkpoint_id=path / "optimizer", no_dist=world_size == 1
-            )
-    set_rng_state(state["rng"])
-    return int(state["step"])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # Said although `no_dist` says so already.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def rng_state() -> dict[str, Any]:
-    """State of every random generator of the process, as plain values and tensors."""
-    version, internal, gauss = random.getstate()
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": [version, list(internal), gauss],
-        "numpy": {
-            "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
-            "pos": int(numpy_state["state"]["pos"]),
-            "has_gauss": int(numpy_state["has_gauss"]),
-            "gauss": float(numpy_state["gauss"]),
-        },
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Put every random generator of the process where `rng_state` found it."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    saved = state["numpy"]
-    key = saved["key"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", key, saved["pos"], saved["has_gauss"], saved["gauss"]))

@@ -47,18 +47,21 @@ def _find(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
             "record; set rollout.capture_routing: true",
             ("policy.replay_routing", "rollout.capture_routing"),
         )
-    if reward.kind == "dataset" and data.train.kind == "file":
-        yield (
-            "reward.kind: 'dataset' needs a dataset with a scorer of its own, and "
-            "data.train.kind: 'file' has none; set reward.kind to exact or function",
-            ("reward.kind", "data.train.kind"),
-        )
-    if reward.kind == "exact" and data.train.kind == "file" and data.train.answer_key is None:
-        yield (
-            "reward.kind: 'exact' compares with the answer, and data.train.answer_key is null; "
-            "name the column or choose another reward",
-            ("reward.kind", "data.train.answer_key"),
-        )
+    for key, dataset in (("data.train", data.train), ("data.eval", data.eval)):
+        if dataset is None or dataset.kind != "file":
+            continue
+        if reward.kind == "dataset":
+            yield (
+                "reward.kind: 'dataset' needs a dataset with a scorer of its own, and "
+                f"{key}.kind: 'file' has none; set reward.kind to exact or function",
+                ("reward.kind", f"{key}.kind"),
+            )
+        if reward.kind == "exact" and dataset.answer_key is None:
+            yield (
+                f"reward.kind: 'exact' compares with the answer, and {key}.answer_key is null; "
+                "name the column or choose another reward",
+                ("reward.kind", f"{key}.answer_key"),
+            )
     wanted = [key for key in ("every", "at_start", "at_end") if getattr(config.eval, key)]
     if data.eval is None and wanted:
         yield (

@@ -56,9 +56,9 @@ class MetricsWriter:
         self.path = Path(run_dir) / "metrics.jsonl"
         self._step = resume_step
         cut_metrics(self.path, resume_step)
-        if resume_line is not None and last_step(self.path) != resume_step:
-            self._append(resume_step, resume_line)
         self._wandb = WandbRun.start(Path(run_dir), config, settings)
+        if resume_line is not None and last_step(self.path) != resume_step:
+            self._write(resume_step, resume_line)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of `step`, which follows the last one.
@@ -67,12 +67,10 @@ class MetricsWriter:
         """
         assert step == self._step + 1, f"step {step} was logged after step {self._step}"
         self._step = step
-        self._append(step, metrics)
-        if self._wandb is not None:
-            self._wandb.log(step, metrics)
+        self._write(step, metrics)
 
     def log_apart(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send numbers that are no part of a step's line (an evaluation) to wandb alone."""
+        """Send numbers to wandb alone, such as an evaluation that is no part of a step's line."""
         if self._wandb is not None:
             self._wandb.log(step, metrics)
 
@@ -87,13 +85,14 @@ class MetricsWriter:
             self._wandb.finish(exit_code)
             self._wandb = None
 
-    def _append(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         record = {"step": step, **{key: _json_number(value) for key, value in metrics.items()}}
         line = json.dumps(record, allow_nan=False) + "\n"
         with self.path.open("ab") as file:
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
+        self.log_apart(step, metrics)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -178,8 +178,8 @@ def _notices(config: Config) -> list[str]:
     notices = []
     if cut:
         notices.append(
-            f"rollout.{cut[0]}: {getattr(rollout, cut[0])} truncates the sampling distribution "
-            "and the trainer's is whole: expect a mismatch between their logprobs"
+            f"rollout.{cut[0]}: {getattr(rollout, cut[0])} truncates the sampling distribution, "
+            "which is for `m3rl rollout`; training needs the whole one"
         )
     if config.eval.at_start or config.eval.at_end or config.eval.every:
         name = getattr(config.data.eval, "size", None)

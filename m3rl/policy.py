@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -224,11 +225,10 @@ class Policy(nn.Module):
             CheckpointError: see `inference.models.weights.read_checkpoint`.
             ValueError: a weight that is not finite.
         """
-        masters = self._masters()
         for name, tensor in read_checkpoint(path, self.config):
             if not torch.isfinite(tensor).all():
                 raise ValueError(f"{path}: {name} holds values that are not finite")
-            self._placement[name].view(masters).copy_(tensor)
+            self._master(name).copy_(tensor)
 
     @torch.no_grad()
     def init_random(self, seed: int) -> None:
@@ -243,6 +243,12 @@ class Policy(nn.Module):
     def frozen_copy(self) -> Policy:
         """The same policy with weights of its own that are never trained."""
         return copy.deepcopy(self).requires_grad_(False)
+
+    def _master(self, name: str) -> Tensor:
+        """The FP32 memory of a published tensor."""
+        place = self._placement[name]
+        whole: Tensor = attrgetter(place.param)(self.model).detach()
+        return whole[place.index]
 
     def _masters(self) -> dict[str, Tensor]:
         """All weights, buffers included, by transformers' names, sharing the model's memory."""
@@ -267,7 +273,7 @@ class Policy(nn.Module):
         """A published tensor, or a rectangle of it, in its wire dtype: contiguous and a copy."""
         if name not in self._specs:
             raise KeyError(f"{name} is no published tensor of this model")
-        view = self._placement[name].view(self._masters())
+        view = self._master(name)
         if bounds is not None:
             view = view[tuple(slice(start, stop) for start, stop in bounds)]
         dtype = torch.float32 if self._specs[name].is_fp32 else self.dtype
@@ -280,10 +286,9 @@ class Policy(nn.Module):
         Args:
             dtype: 'float32' gives the masters themselves; None gives wire dtypes.
         """
-        masters = self._masters()
         rounded = self.dtype if dtype is None else DTYPES[dtype]
         for name, spec in self._specs.items():
-            view = self._placement[name].view(masters)
+            view = self._master(name)
             yield name, view if spec.is_fp32 else view.to(rounded)
 
     @torch.no_grad()

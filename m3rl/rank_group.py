@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from m3rl.grpo.loss import LossTotals
 
+_ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
 
 class RankGroup:
     """The ranks of one trainer, seen from one of them.
@@ -94,18 +96,15 @@ class RankGroup:
         if self.size > 1:
             dist.destroy_process_group()
             AcceleratorState._reset_state(reset_partial_state=True)
+            for name in _ENVIRONMENT:
+                os.environ.pop(name, None)
 
 
 def _join(rank: int, size: int, init_method: str | None, timeout_s: float) -> None:
     if init_method is None:
         raise ValueError(f"{size} trainer ranks need an init_method to meet at")
     # accelerate believes in these rather than in the group that exists already.
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
+    os.environ |= dict(zip(_ENVIRONMENT, map(str, (rank, rank, size, size)), strict=True))
     dist.init_process_group(
         "gloo",
         init_method=init_method,

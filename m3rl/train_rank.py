@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inference.config import ModelConfig
 from inference.models.weights import write_checkpoint
-from m3rl.checkpoint import CheckpointError, load_rank_state, save_rank_state
+from m3rl.checkpoint import CheckpointError
 from m3rl.grpo.batch import micro_batches, shard_rows, sharding_metrics, split_minibatches
 from m3rl.grpo.loss import (
     LossInputs,
@@ -35,6 +35,7 @@ from m3rl.grpo.replay import RecordedRouting, RoutingStats, recorded_routing
 from m3rl.optimizer import Optimizer, OptimizerSettings
 from m3rl.policy import Bounds, Policy
 from m3rl.rank_group import RankGroup, deterministic
+from m3rl.rank_state import load_rank_state, save_rank_state
 from m3rl.types import TensorSlot, TrainBatch
 
 MAX_SHARD_BYTES = 5 << 30

@@ -1,7 +1,7 @@
 """Continuous batching of MiniMax-M3 requests over paged memory."""
 
 from inference.engine.coverage import Coverage, WeightLoadError, WeightSlot
-from inference.engine.engine import Engine, PauseMode
+from inference.engine.engine import Engine, PauseMode, load_tokenizer
 from inference.engine.loading import EngineStateError, WeightState
 from inference.engine.request import FinishReason, Request, RequestOutput, SamplingParams
 
@@ -17,4 +17,5 @@ __all__ = [
     "WeightLoadError",
     "WeightSlot",
     "WeightState",
+    "load_tokenizer",
 ]

@@ -90,8 +90,6 @@ class Engine:
         engine.load_weights(read_checkpoint(path, config), version)
         return engine
 
-    # -- requests ---------------------------------------------------------------------------------
-
     @property
     def version(self) -> int | None:
         """Policy version of the weights; None when they are not all of one version."""
@@ -154,7 +152,7 @@ class Engine:
         return self._collect(rows_S, sampled)
 
     def _compute(self, schedule: Schedule, rows_S: np.ndarray) -> Sampled:
-        """Forward pass and sampling; the rows are as before, also when either raises."""
+        """Forward pass and sampling; when either raises, no request is lost, only its pages."""
         rows = self._scheduler.rows
         try:
             batch = build_batch(rows, schedule, self._worker.device)
@@ -272,8 +270,6 @@ class Engine:
         """running, waiting, kv_usage, prefix_hit_rate and the totals of `Counters`."""
         return self._counters.stats(self._scheduler)
 
-    # -- weights ----------------------------------------------------------------------------------
-
     def weight_layout(self) -> list[WeightSlot]:
         """What this engine holds of each published tensor, and in which dtype it takes it."""
         return list(self._worker.weight_layout)
@@ -281,11 +277,8 @@ class Engine:
     def begin_load(self, version: int) -> None:
         """Open a load of the whole model; nothing computes until it is committed.
 
-        A load that is still open is given up. Were its writer to go on, an element would come twice
-        and be refused: two loads never mix.
-
         Raises:
-            EngineStateError: requests are under way and not paused.
+            EngineStateError: another load is open, or requests are under way and not paused.
         """
         if self._live and self._paused is None:
             raise EngineStateError(
@@ -314,6 +307,13 @@ class Engine:
         """
         self._scheduler.start_version(self._weights.commit())
 
+    def abort_load(self) -> None:
+        """Give up the open load, if there is one.
+
+        The old version serves on if nothing was written yet, else the engine is POISONED.
+        """
+        self._weights.abort()
+
     def weights_hash(self) -> dict[str, int]:
         """`tensor_hash` of every published tensor as the engine holds it, also while loading."""
         if self._weights.state is WeightState.EMPTY:
@@ -333,8 +333,7 @@ class Engine:
                 bounds = tuple((0, size) for size in tensor.shape)
                 self.write(name, bounds, tensor.to(dtypes.get(name, tensor.dtype)))
         except BaseException:
-            if self._weights.state is WeightState.LOADING:
-                self._weights.fail()
+            self.abort_load()
             raise
         self.commit()
 

@@ -3,12 +3,12 @@
                  begin               commit
     EMPTY --------------> LOADING -----------> READY(version)
                           ^ |  |                  |
-     begin: the open load | |  | fail after the   | begin
-     is given up          | |  v first write      |
+                          | |  | fail or abort    | begin
+                          | |  v after a write    |
                           | |  POISONED           |
                           | |  | begin            |
                           +-|--+------------------+
-                            | fail before the first write
+                            | fail or abort before the first write
                             v
                    the state it began in
 
@@ -66,15 +66,15 @@ class WeightLoader:
         return state is WeightState.READY
 
     def begin(self, version: int) -> None:
-        """Open a load of the whole model; one that is open is given up, whatever it wrote."""
+        """Open a load of the whole model. EngineStateError while another one is open."""
         version = operator.index(version)
         if version < 0:
             raise WeightLoadError(f"version={version} must be at least 0")
         if self.state is WeightState.LOADING:
-            logger.warning(
-                "the load of version %d is given up for version %d", self._next_version, version
+            raise EngineStateError(
+                f"the load of version {self._next_version} is still open; commit or abort it "
+                f"before beginning version {version}"
             )
-            self.fail()
         self._state_before, self.state = self.state, WeightState.LOADING
         self._next_version = version
         self._coverage = Coverage(self._worker.weight_layout)
@@ -89,7 +89,7 @@ class WeightLoader:
             self._coverage.add(name, bounds)
             self._worker.write_weight(self._slots[name], bounds, tensor)
         except BaseException:
-            self.fail()
+            self._fail()
             raise
 
     def commit(self) -> int:
@@ -101,7 +101,7 @@ class WeightLoader:
         self._require_open("commit")
         if missing := self._coverage.missing():
             version = self._next_version
-            self.fail()
+            self._fail()
             raise WeightLoadError(
                 f"{len(missing)} tensors of version {version} are not whole: "
                 f"{', '.join(missing[:8])}{', …' if len(missing) > 8 else ''}; the engine is "
@@ -110,7 +110,13 @@ class WeightLoader:
         self.state, self.version = WeightState.READY, self._next_version
         return self.version
 
-    def fail(self) -> None:
+    def abort(self) -> None:
+        """Give up the open load, if there is one, as if it had failed."""
+        if self.state is WeightState.LOADING:
+            logger.warning("the load of version %d is given up", self._next_version)
+            self._fail()
+
+    def _fail(self) -> None:
         """The open load is over. Untouched weights still serve; others need a whole load."""
         if self._coverage.num_writes == 0:
             self.state = self._state_before

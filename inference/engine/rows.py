@@ -58,7 +58,6 @@ class RunningRows:
         self.num_pages[row] = len(pages)
         self.num_tokens[row] = count
         self.num_computed[row] = num_computed
-        self.num_planned[row] = 0
         self.num_prompt[row] = live.num_prompt
         self.max_total[row] = live.max_total
         self.version[row] = live.version_spans[-1][1] if live.version_spans else -1

@@ -70,8 +70,9 @@ class Scheduler:
         """In order of admission."""
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
-        """Prompt tokens of all first admissions, and how many of them were cached."""
+        """Of all first admissions."""
         self.num_cached_tokens = 0
+        """How many of them had their keys already."""
         self._page_size = page_size
         self._max_tokens_per_step = max_tokens_per_step
         self._enable_prefix_cache = enable_prefix_cache
@@ -90,8 +91,6 @@ class Scheduler:
             group.members.append(live)
             live.group = group
         self.waiting.append(live)
-
-    # -- one step ---------------------------------------------------------------------------------
 
     def schedule(self, *, admit_new: bool = True) -> Schedule | None:
         """Plan a step, taking pages and rows; None when there is nothing to compute.
@@ -139,57 +138,51 @@ class Scheduler:
         return budget
 
     def _admit(self, budget: int, *, admit_new: bool) -> None:
-        num_running = len(self.running)
         while self.waiting and budget > 0 and self.rows.has_free:
             live = self.waiting[0]
             if not admit_new and not live.has_sampled:
                 break
-            shared = self._reusable_pages(live)
-            if shared is None or not self._place(live, shared):
+            if not self._place(live, self._reusable_pages(live)):
                 break
             self.waiting.popleft()
             self.running.append(live)
-            count = len(live.tokens) - len(shared) * self._page_size
-            self.rows.num_planned[live.row] = min(budget, count)
-            budget -= min(budget, count)
+            count = min(budget, len(live.tokens) - int(self.rows.num_computed[live.row]))
+            self.rows.num_planned[live.row] = count
+            budget -= count
             self._order = np.append(self._order, live.row)
-        assert num_running or self.running or not self.waiting or not admit_new, (
+        assert self.running or not self.waiting or not admit_new, (
             f"request {self.waiting[0].request_id!r} does not fit into an empty pool"
         )
 
-    def _reusable_pages(self, live: LiveRequest) -> list[int] | None:
-        """Pages that hold the head of `live`'s tokens; None: its group is about to write them."""
+    def _reusable_pages(self, live: LiveRequest) -> list[int]:
+        """Pages that hold the head of `live`'s tokens by the end of this step."""
         most = (len(live.tokens) - 1) // self._page_size
         shared: list[int] = []
         if live.group is not None and most:
-            from_group = self._pages_of_group(live, (live.num_prompt - 1) // self._page_size)
-            if from_group is None:
-                return None
-            shared = from_group
+            shared = self._pages_of_group(live, (live.num_prompt - 1) // self._page_size)
         if len(shared) < most and self._uses_cache(live):
             self.prefix_cache.extend_keys(live.page_keys, live.tokens, most)
             cached = self.prefix_cache.match(live.page_keys[:most])
             shared = max(shared, cached, key=len)
         return shared
 
-    def _pages_of_group(self, live: LiveRequest, num_pages: int) -> list[int] | None:
-        """Full prompt pages of a running member, written by the end of this step.
+    def _pages_of_group(self, live: LiveRequest, num_pages: int) -> list[int]:
+        """The full prompt pages of a running member; none when no member runs.
 
-        A layer writes all keys of a step before it reads any, so the same step is soon enough.
-        None while the only running members are still at their prompt.
+        They are written by the end of this step: a prefill that does not end in it has used up the
+        budget, and then nobody is admitted. That is soon enough, as a layer writes all keys of a
+        step before it reads any.
         """
-        rows, is_being_written = self.rows, False
-        assert live.group is not None
+        rows = self.rows
+        assert live.group is not None, "the caller has checked"
         for member in live.group.members:
-            if member.row < 0 or member.has_stale_pages:
-                continue
-            written = rows.num_computed[member.row] + rows.num_planned[member.row]
-            if written >= num_pages * self._page_size:
+            if member.row >= 0 and not member.has_stale_pages:
+                written = rows.num_computed[member.row] + rows.num_planned[member.row]
+                assert written >= num_pages * self._page_size, "admitted before its group's prefill"
                 if self._uses_cache(live) and len(member.page_keys) > len(live.page_keys):
                     live.page_keys = member.page_keys[:num_pages]
                 return rows.pages(member.row, num_pages)
-            is_being_written = True
-        return None if is_being_written else []
+        return []
 
     def _place(self, live: LiveRequest, shared: list[int]) -> bool:
         """Give `live` a row and pages for all its tokens; False when too few pages are left.
@@ -222,8 +215,6 @@ class Scheduler:
             live = rows.live[row]
             assert live is not None
             self._remember_pages(live)
-
-    # -- leaving ----------------------------------------------------------------------------------
 
     def preempt(self, live: LiveRequest) -> None:
         """Take pages and row of a running request; it is the first in line again.
@@ -279,8 +270,6 @@ class Scheduler:
         count = int(self.rows.num_computed[row]) // self._page_size
         self.prefix_cache.extend_keys(live.page_keys, self.rows.tokens_MX[row], count)
         self.prefix_cache.insert(live.page_keys[:count], self.rows.pages(row, count))
-
-    # -- weights ----------------------------------------------------------------------------------
 
     def start_version(self, version: int) -> None:
         """New weights: nothing written so far is found again; who runs keeps what it has.

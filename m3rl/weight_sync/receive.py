@@ -1,13 +1,13 @@
 """The replica worker's end of a sync.
 
-    EMPTY ──prepare──▶ PREPARED ──stream──▶ STREAMED ──verify──▶ VERIFIED ──commit──▶ READY(version)
-      ▲                   ▲  ▲                  │ differs            │                    │
-    bind                  │  └── prepare ───────┼── (any state) ─────┼────────────────────┘
-                          │                     ▼                    ▼
-                          └── prepare ────── POISONED ◀── any fault from the first byte on
+    EMPTY ─ prepare ─▶ PREPARED ─ stream ─▶ STREAMED ─ verify ─▶ VERIFIED ─ commit ─▶ READY(version)
+                        ▲    ▲               │    ▲                                       │
+                        │    │               └────┘ stream again: the one full retry      │
+                        │    └──────────────────── prepare ───────────────────────────────┘
+                        └─ prepare ── POISONED ◀── any fault from the first byte on
 
-`stream` is allowed again after STREAMED or a differing `verify`: the one full retry. The engine
-under a POISONED receiver has an open load and serves nothing until a later sync commits.
+The load of the engine under a POISONED receiver is given up: weights that it touched serve nothing
+until a whole load commits. Without verification `commit` follows STREAMED.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ ALIGNMENT = 16
 
 @runtime_checkable
 class LayoutTarget(WeightTarget, Protocol):
-    """The engine's side of a sync: what it holds, and the four calls that change it."""
+    """The engine's side of a sync: what it holds, and the calls that change it."""
 
     def weight_layout(self) -> Iterable[Any]:
         """Objects with the fields of TensorSlot."""
+
+    def abort_load(self) -> None:
+        """Give up the open load, if there is one; weights touched by it serve nothing."""
 
 
 class ReceiverState(Enum):
@@ -85,7 +88,7 @@ class EngineReceiver:
             TypeError: it lacks a method of LayoutTarget.
         """
         if not isinstance(target, LayoutTarget):
-            names = ("weight_layout", "begin_load", "write", "commit", "weights_hash")
+            names = ("weight_layout", "begin_load", "write", "commit", "abort_load", "weights_hash")
             missing = [name for name in names if not hasattr(target, name)]
             raise TypeError(f"{type(target).__name__} cannot be synced: it has no {missing}")
         self._target = target
@@ -119,6 +122,8 @@ class EngineReceiver:
         self._ops = agreed_ops(prepare, layout, self._ops, self._name, check_receives)
         if prepare.ops is not None or not self._staging:
             self._staging = self._allocate(self._transport.spec.chunk_bytes)
+        if self.state in (ReceiverState.STREAMED, ReceiverState.VERIFIED):
+            self._target.abort_load()
         self._prepare = prepare
         self.state = ReceiverState.PREPARED
 
@@ -134,6 +139,8 @@ class EngineReceiver:
         assert self._target is not None, "prepare() needs an engine"
         assert self._ops is not None, "prepare() sets the ops"
         with self._poisoned_unless_done():
+            if self.state is ReceiverState.STREAMED:
+                self._target.abort_load()
             self._target.begin_load(prepare.version)
             deadline = Deadline(self._transport.spec.timeout_s)
             for window in self._arriving(self._transport, self._ops, deadline):
@@ -179,14 +186,14 @@ class EngineReceiver:
             self.state = ReceiverState.READY
 
     def close(self) -> None:
-        """Leave the group; a load that was under way stays open, and the engine serves nothing."""
+        """Leave the group; a load that was under way is given up, its engine serves nothing."""
+        if self.state in (ReceiverState.STREAMED, ReceiverState.VERIFIED):
+            self._poison()
         if self._transport is not None:
             self._transport.close()
         self._transport = None
         self._ops = None
         self._staging = []
-        if self.state in (ReceiverState.STREAMED, ReceiverState.VERIFIED):
-            self.state = ReceiverState.POISONED
 
     def _expect(self, *states: ReceiverState) -> Prepare:
         if self.state not in states or self._prepare is None:
@@ -204,10 +211,14 @@ class EngineReceiver:
             is_done = True
         finally:
             if not is_done:
-                self.state = ReceiverState.POISONED
-                self.version = None
-                if self._transport is not None:
-                    self._transport.close()  # whoever still sends learns at once
+                self._poison()
+
+    def _poison(self) -> None:
+        assert self._target is not None, "prepare() needs an engine"
+        self.state, self.version = ReceiverState.POISONED, None
+        if self._transport is not None:
+            self._transport.close()  # whoever still sends learns at once
+        self._target.abort_load()
 
     def _allocate(self, chunk_bytes: int) -> list[Tensor]:
         """Two buffers, each as large as the largest window."""

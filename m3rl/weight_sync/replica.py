@@ -1,13 +1,13 @@
 """The driver's view of one replica: its state, and its way through one sync.
 
-    EMPTY ─────────┐                                            ┌──▶ READY(version) ──┐
-    READY(old) ────┼─ prepare ─▶ SYNCING: pause, stream, verify,│commit, resume       │
-    POISONED ──────┘     │          ▲           └─ differs once ┘                     │
-        ▲                │          └────────── next sync ◀───────────────────────────┘
-        │                └─ refused: state unchanged, no byte moved
-        └─────────────── any other fault: group closed, engine left paused; `connect` again
+    EMPTY ──────┐
+    READY(old) ─┴─ prepare ─▶ SYNCING ─ pause, stream, verify, commit, resume ─▶ READY(version)
+                     │           │         ▲        │
+                     │           │         └─ once ─┘ a tensor differs
+                     │           └─ any fault ─▶ POISONED: group closed, engine left paused
+                     └─ refused: the state stays, no byte has moved
 
-Only READY(version) serves. A connection starts over as EMPTY, whatever the engine held.
+Only READY(version) serves. Out of POISONED leads `connect`, which begins anew with EMPTY.
 """
 
 from __future__ import annotations
@@ -79,6 +79,15 @@ class Driver:
     events: list[SyncEvent]
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The part of the plan that one member does."""
+
+    ops: tuple[CopyOp, ...]
+    ops_digest: str
+    layout_digest: str
+
+
 class Replica:
     """One complete copy of the model: its workers, its group, its state."""
 
@@ -90,8 +99,8 @@ class Replica:
         self.record = SyncRecord()
         self.plan: Plan | None = None
         self._driver = driver
-        self._digests: dict[str, str] = {}
-        """Layout digest of each member, by name."""
+        self._shares: dict[str, _Share] = {}
+        """What each member, by name, has to do in a sync."""
         self._ops_known = False
 
     @property
@@ -120,8 +129,14 @@ class Replica:
         """Build the group of this replica, on all members at the same time."""
         connecting = self._on_workers("connect", spec) | self._on_senders("sync_connect", spec)
         self._gather("connect", connecting)
-        names = [*self._senders(), *self._workers()]
-        self._digests = dict(zip(names, map(layout_digest, [*senders, *workers]), strict=True))
+        sends = zip(self._senders(), senders, map(plan.sends, range(len(senders))), strict=True)
+        receives = zip(
+            self._workers(), workers, map(plan.receives, range(len(workers))), strict=True
+        )
+        self._shares = {
+            name: _Share(ops, ops_digest(ops), layout_digest(layout))
+            for name, layout, ops in (*sends, *receives)
+        }
         self.plan = plan
 
     def run(self, version: int, serial: int) -> None:
@@ -166,7 +181,7 @@ class Replica:
 
     def _bring(self, plan: Plan, version: int, serial: int) -> None:
         with self._phase("prepare", version):
-            self._prepare(plan, version, serial)
+            self._prepare(version, serial)
         self.state = ReplicaState.SYNCING
         paused_at = time.monotonic()
         with self._phase("pause", version):
@@ -196,24 +211,24 @@ class Replica:
             f"after two full attempts: {', '.join(differing[:3])}; restart the replica"
         )
 
-    def _prepare(self, plan: Plan, version: int, serial: int) -> None:
+    def _prepare(self, version: int, serial: int) -> None:
         asked: dict[str, Future[Any]] = {}
         for rank, name in enumerate(self._senders()):
-            prepare = self._announce(name, plan.sends(rank), version, serial)
+            prepare = self._announcement(name, version, serial)
             asked[name] = self._driver.senders.call(rank, "sync_prepare", self.number, prepare)
-        for i, (name, worker) in enumerate(self._workers().items()):
-            prepare = self._announce(name, plan.receives(i), version, serial)
-            asked[name] = worker.call("prepare", prepare)
+        for name, worker in self._workers().items():
+            asked[name] = worker.call("prepare", self._announcement(name, version, serial))
         self._gather("prepare", asked)
         self._ops_known = True
 
-    def _announce(self, member: str, ops: tuple[CopyOp, ...], version: int, serial: int) -> Prepare:
+    def _announcement(self, member: str, version: int, serial: int) -> Prepare:
+        share = self._shares[member]
         return Prepare(
             version=version,
             serial=serial,
-            layout_digest=self._digests[member],
-            ops_digest=ops_digest(ops),
-            ops=None if self._ops_known else ops,
+            layout_digest=share.layout_digest,
+            ops_digest=share.ops_digest,
+            ops=None if self._ops_known else share.ops,
             verify=self._driver.verify,
         )
 

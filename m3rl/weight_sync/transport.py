@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
 from typing import Any, NamedTuple
@@ -86,13 +86,20 @@ class Rendezvous:
     def __init__(self, host: str, timeout_s: float) -> None:
         """Listen on a free port of `host`, an address of this machine that members can reach."""
         self.host = host
+        # A socket of the address's own family: behind the dual-stack one that TCPStore opens, IPv4
+        # peers look like ::ffff:1.2.3.4, and it asks the name server about each of them.
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, 0), family=family, backlog=128)
+        self.port = int(listener.getsockname()[1])
         self._store = TCPStore(
-            host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False
+            host,
+            self.port,
+            None,
+            True,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
-
-    @property
-    def port(self) -> int:
-        return self._store.port
 
 
 class Deadline:
@@ -145,11 +152,12 @@ class Transfer(NamedTuple):
     """Shown in errors."""
 
 
-class Posted(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Posted:
     """Transfers under way."""
 
-    transfers: list[Transfer]
-    works: list[Any]
+    transfers: list[Transfer] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
 
 
 def wire_bytes(tensor: Tensor) -> Tensor:
@@ -168,6 +176,7 @@ class Transport:
         self.spec = spec
         self.rank = rank
         self._group = group
+        self._under_way: list[Posted] = []
 
     @classmethod
     def join(cls, spec: GroupSpec, rank: int) -> Transport:
@@ -215,29 +224,41 @@ class Transport:
         Raises:
             TransportError: one was not in time, or its other end is gone; the group is dead then.
         """
-        for transfer, work in zip(posted.transfers, posted.works, strict=True):
+        for i, transfer in enumerate(posted.transfers):
             try:
-                work.wait(timedelta(seconds=deadline.left_s))
+                posted.works[i].wait(timedelta(seconds=deadline.left_s))
             except RuntimeError as error:
                 raise self._broken(transfer, deadline, error) from error
+            self._check_member()
+        posted.works.clear()
+        self._under_way.remove(posted)
 
     def close(self) -> None:
         """Leave the group: its sockets close, so a peer that waits for this rank learns at once."""
         self._group = None
+        # A work keeps the group's sockets open, also one that only a traceback still refers to.
+        for posted in self._under_way:
+            posted.works.clear()
+        self._under_way.clear()
 
     def _post(self, direction: str, transfers: Iterable[Transfer]) -> Posted:
-        posted = Posted([], [])
+        posted = Posted()
+        self._under_way.append(posted)
         begin = Deadline(self.spec.timeout_s)
-        if self._group is None:
-            raise TransportError(f"{self._name} has left the group of replica {self.spec.replica}")
         for transfer in transfers:
+            self._check_member()
             try:
-                work = getattr(self._group, direction)([transfer.wire], transfer.peer, transfer.tag)
+                posted.works.append(
+                    getattr(self._group, direction)([transfer.wire], transfer.peer, transfer.tag)
+                )
             except RuntimeError as error:
                 raise self._broken(transfer, begin, error) from error
             posted.transfers.append(transfer)
-            posted.works.append(work)
         return posted
+
+    def _check_member(self) -> None:
+        if self._group is None:
+            raise TransportError(f"{self._name} has left the group of replica {self.spec.replica}")
 
     def _broken(
         self, transfer: Transfer, deadline: Deadline, error: RuntimeError

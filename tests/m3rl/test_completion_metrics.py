@@ -38,7 +38,9 @@ def test_a_tool_mask_changes_the_loss_tokens_only():
 
 
 def test_there_is_no_finished_length_when_nothing_finished():
-    assert "gen/finished_len_mean" not in generation_metrics([completion(4, finish_reason="length")])
+    assert "gen/finished_len_mean" not in generation_metrics(
+        [completion(4, finish_reason="length")]
+    )
 
 
 def test_reward_statistics_by_hand():

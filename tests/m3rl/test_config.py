@@ -159,10 +159,11 @@ def test_only_length_place_and_saving_of_a_run_may_differ_on_resumption(tmp_path
     first = load(tmp_path)
     free = load(tmp_path, "train.steps=9", "run.dir=x", "run.name=y", "checkpoint.every=1")
     assert first.differences(free) == []
-    changed = load(tmp_path, "optimizer.lr=0.5", "data.train.size=3")
+    changed = load(tmp_path, "optimizer.lr=0.5", "data.train.size=3", "run.seed=4")
     assert first.differences(changed) == [
         "data.train.size: 20 here, 3 there",
         "optimizer.lr: 1e-06 here, 0.5 there",
+        "run.seed: 0 here, 4 there",
     ]
 
 
@@ -174,6 +175,11 @@ def test_only_length_place_and_saving_of_a_run_may_differ_on_resumption(tmp_path
         (["rollout.backend.engine.max_model_len=111"], "is less than data.max_prompt_tokens"),
         (["policy.replay_routing=true"], "set rollout.capture_routing: true"),
         (["data.train.kind=file", "data.train.path=x.jsonl"], "reward.kind: 'dataset' needs"),
+        (["data.eval.kind=file", "data.eval.path=x.jsonl"], "data.eval.kind: 'file' has none"),
+        (
+            ["data.train={kind: file, path: x, answer_key: null}", "reward.kind=exact"],
+            "'exact' compares with the answer, and data.train.answer_key is null",
+        ),
         (["data.eval=null"], "eval.at_start: True needs held-out prompts"),
         (["data.eval.seed=1", "data.eval.size=20"], "holds the same items as data.train"),
         (["reward.kind=function"], "target is None; give `kind: function` and"),

@@ -145,7 +145,7 @@ def test_prompts_that_are_held_out_are_removed_from_train_and_counted(tmp_path, 
 
 
 def test_train_that_is_all_held_out_is_refused(tmp_path, chat):
-    with pytest.raises(ConfigError, match="all 2 prompts also occur in data.eval"):
+    with pytest.raises(ConfigError, match=r"all 2 prompts also occur in data\.eval"):
         load_data(file_config(tmp_path, rows("a", "b"), rows("b", "a")), chat)
 
 

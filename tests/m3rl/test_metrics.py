@@ -144,6 +144,15 @@ def test_no_point_is_lost_over_three_resumptions_from_older_checkpoints(tmp_path
     assert steps(tmp_path) == list(range(1, 11))
 
 
+def test_a_line_lost_by_the_kill_reaches_wandb_too(tmp_path, server):
+    offline = WandbConfig(mode="offline")
+    MetricsWriter(tmp_path, CONFIG, offline).log(1, {"v": 1})
+    MetricsWriter(tmp_path, CONFIG, offline, resume_step=2, resume_line={"v": 2})
+    MetricsWriter(tmp_path, CONFIG, offline, resume_step=2, resume_line={"v": 2})
+    assert [(p[STEP_AXIS], p["v"]) for p in server.points] == [(1, 1), (2, 2)]
+    assert steps(tmp_path) == [1, 2]
+
+
 def test_samples_and_evaluations_reach_wandb_between_the_steps(tmp_path, server):
     log = MetricsWriter(tmp_path, CONFIG, WandbConfig(mode="offline"))
     log.log_apart(0, {"eval/x/accuracy": 0.25})

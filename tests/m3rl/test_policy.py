@@ -258,6 +258,28 @@ def test_a_frozen_copy_has_weights_and_routers_of_its_own(checkpoint):
     assert not any(p.requires_grad for p in copy.parameters())
 
 
+@pytest.mark.parametrize(
+    ("gate", "up", "expected"), [(1, 0.5, 1.26869), (10, -10, -41.99972), (-3, 2, -0.05421)]
+)
+@pytest.mark.parametrize("kind", ["experts", "shared", "dense"])
+def test_every_mlp_clamps_and_gates_as_m3_does(checkpoint, kind, gate, up, expected):
+    # alpha 1.702, limit 7: plain SiLU would give 0.36553, -99.99546, -0.28456.
+    layers = make(checkpoint).model.model.layers
+    moe = layers[1].mlp
+    mlp = {"experts": moe.experts, "shared": moe.shared_experts, "dense": layers[0].mlp}[kind]
+    hidden = torch.zeros(1, CONFIG["hidden_size"])
+    hidden[0, :2] = torch.tensor([gate, up])
+    with torch.no_grad():
+        first, second = (p for _, p in sorted(mlp.named_parameters(), reverse=True))
+        first.zero_()
+        second.zero_()
+        first[..., 0, 0] = 1  # the first gate row reads the first value, the first up row the next
+        first[..., first.shape[-2] // 2, 1] = 1
+        second[..., 0, 0] = 1
+        routed = (torch.tensor([[3, 5]]), torch.tensor([[1.0, 0.0]])) if kind == "experts" else ()
+        assert mlp(hidden, *routed)[0, 0].item() == pytest.approx(expected, abs=2e-5)
+
+
 def test_the_index_branch_is_frozen_and_everything_else_is_trained(policy):
     frozen = {name for name, p in policy.named_parameters() if not p.requires_grad}
     assert len(frozen) == 4 * 3

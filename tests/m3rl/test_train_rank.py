@@ -1,72 +1,30 @@
-"""TrainRank alone and, through this file's own command line, as two processes over gloo."""
+"""TrainRank as the only rank."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from m3rl.checkpoint import CheckpointError
+from inference.config import EngineConfig
+from inference.engine.engine import Engine
+from inference.engine.request import Request, SamplingParams
 from m3rl.grpo.batch import build_batch
-from m3rl.grpo.loss import LossSettings
-from m3rl.optimizer import OptimizerSettings
-from m3rl.train_rank import RankSettings, TrainRank
+from m3rl.train_rank import TrainRank
 from m3rl.types import Completion, Group, Prompt, TrainBatch
-from tests.tiny_models import random_checkpoint, tiny_config, transformers_model
-
-CONFIG = tiny_config(num_hidden_layers=3)
-WIDTH = 24
-
-SETTINGS = RankSettings(
-    loss=LossSettings(
-        clip_low=0.2,
-        clip_high=0.28,
-        dual_clip=None,
-        kl_coef=0.0,
-        kl_estimator="k3",
-        importance_cap=2.0,
-    ),
-    optimizer=OptimizerSettings(
-        lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, grad_clip=1.0, warmup_steps=0
-    ),
-    dtype="float32",
-    attention="sdpa",
-    replay_routing=False,
-    micro_batch_tokens=60,
-    old_logprobs="behaviour",
-    updates_per_batch=1,
-    seed=0,
-    num_threads=1,
-    timeout_s=60,
+from tests.m3rl.rank_cases import (
+    CONFIG,
+    SETTINGS,
+    WIDTH,
+    assert_close_gradients,
+    gradients,
+    on_policy,
+    random_batch,
+    start,
+    with_loss,
+    with_optimizer,
 )
-
-
-def with_loss(**changes):
-    return replace(SETTINGS, loss=replace(SETTINGS.loss, **changes))
-
-
-def with_optimizer(**changes):
-    return replace(SETTINGS, optimizer=replace(SETTINGS.optimizer, **changes))
-
-
-def random_batch(seed, num_rows=7, num_prompt=5):
-    rng = np.random.default_rng(seed)
-    length_B = rng.integers(num_prompt + 1, WIDTH + 1, num_rows)
-    place_S = np.arange(WIDTH)
-    mask = (place_S >= num_prompt) & (place_S < length_B[:, None])
-    mask[0, num_prompt + 1 :: 3] = False  # tokens of a tool
-    ids = np.where(place_S < length_B[:, None], rng.integers(1, 97, (num_rows, WIDTH)), 0)
-    logprobs = np.where(mask, -rng.uniform(3, 6, mask.shape), 0).astype(np.float32)
-    advantages = rng.normal(size=num_rows).astype(np.float32)
-    samples = [(row, 0) for row in range(num_rows)]
-    return TrainBatch(
-        samples, ids, length_B, mask, logprobs, advantages, 1.0, denominator=float(mask.sum())
-    )
+from tests.tiny_models import random_checkpoint, transformers_model
 
 
 @pytest.fixture(scope="module")
@@ -74,45 +32,6 @@ def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
     random_checkpoint(path, CONFIG, seed=0)
     return path
-
-
-def start(model, settings=SETTINGS):
-    rank = TrainRank(settings, 0, 1)
-    rank.load_initial(model)
-    return rank
-
-
-def on_policy(rank, batch):
-    batch.behaviour_logprobs_BS = rank.logprobs(batch)
-    return batch
-
-
-def gradients(rank, batch, rows=None):
-    """Summed gradient of one optimizer step, which is not taken."""
-    rows = np.arange(len(batch.sample_ids)) if rows is None else rows
-    taken = {}
-
-    def keep(loss):
-        for name, parameter in rank.policy.named_parameters():
-            if parameter.grad is not None:
-                taken[name] = parameter.grad.clone()
-                parameter.grad = None
-        return {"loss": loss}
-
-    real, rank._optimizer.step = rank._optimizer.step, keep
-    try:
-        rank._step(batch, rows, rank._grpo_loss_of(batch, rows, batch.behaviour_logprobs_BS), None)
-    finally:
-        rank._optimizer.step = real
-    return taken
-
-
-def assert_close_gradients(actual, expected):
-    """FP32 sums in another order: 1e-6 of the largest gradient of the tensor."""
-    assert actual.keys() == expected.keys()
-    for name, grad in expected.items():
-        atol = 1e-6 * max(1.0, grad.abs().max().item())
-        torch.testing.assert_close(actual[name], grad, atol=atol, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("tokens", [1, 25, 50, 10_000])
@@ -194,6 +113,38 @@ def test_on_policy_batches_have_no_mismatch_and_a_shift_of_the_record_shows(mode
     batch.behaviour_logprobs_BS = np.roll(batch.behaviour_logprobs_BS, 1, axis=1)
     batch.behaviour_logprobs_BS *= batch.loss_mask_BS
     assert start(model).update(batch)["mismatch/logprob_abs_diff_mean"] > 0.3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_trainer_computes_the_logprobs_that_the_runtime_sampled_with(model, temperature):
+    # 12 + 28 tokens: far beyond topk x block = 8, so blocks are dropped on both sides.
+    engine = Engine.from_pretrained(model, EngineConfig(num_pages=64, capture_routing=True))
+    rng = np.random.default_rng(0)
+    for i in range(4):
+        params = SamplingParams(
+            temperature=temperature, max_tokens=28, ignore_eos=True, seed=i, routing=True
+        )
+        engine.add(Request(str(i), rng.integers(3, 97, 12).tolist(), params))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    outputs.sort(key=lambda output: output.request_id)
+    mask = np.broadcast_to(np.arange(40) >= 12, (4, 40)).copy()
+    batch = TrainBatch(
+        sample_ids=[(i, 0) for i in range(4)],
+        ids_BS=np.stack([np.concatenate([o.prompt_ids, o.token_ids]) for o in outputs], dtype=int),
+        length_B=np.full(4, 40),
+        loss_mask_BS=mask,
+        behaviour_logprobs_BS=np.zeros((4, 40), np.float32),
+        advantages_B=rng.normal(size=4).astype(np.float32),
+        temperature=temperature,
+        denominator=float(mask.sum()),
+        routing=[output.routing for output in outputs],
+    )
+    batch.behaviour_logprobs_BS[:, 12:] = np.stack([output.logprobs for output in outputs])
+    metrics = start(model).update(batch)
+    assert metrics["mismatch/logprob_abs_diff_max"] < 1e-5
+    assert metrics["m3/router_agreement"] == 1.0
 
 
 def test_behaviour_off_by_a_tenth_is_measured_before_the_weights_move(model):
@@ -390,63 +341,6 @@ def test_a_mask_over_padding_is_refused(model):
         start(model).update(batch)
 
 
-def test_stopped_and_resumed_is_bit_for_bit_uninterrupted(model, tmp_path):
-    settings = replace(with_optimizer(warmup_steps=4), updates_per_batch=2)
-    straight = start(model, settings)
-    for seed in range(4):
-        straight.update(random_batch(seed))
-
-    stopped = start(model, settings)
-    stopped.save(tmp_path / "at_0")
-    for seed in range(2):
-        stopped.update(random_batch(seed))
-    torch.rand(3)
-    np.random.rand(3)
-    stopped.save(tmp_path / "at_2")
-    expected = torch.rand(2).tolist(), np.random.rand(2).tolist()
-
-    resumed = start(model, settings)
-    assert resumed.load(tmp_path / "at_2") == resumed.policy_version == 4
-    assert (torch.rand(2).tolist(), np.random.rand(2).tolist()) == expected
-    for seed in range(2, 4):
-        resumed.update(random_batch(seed))
-    assert resumed.master_hash() == straight.master_hash()
-
-    from_the_beginning = start(model, settings)
-    assert from_the_beginning.load(tmp_path / "at_0") == 0
-    for seed in range(4):
-        from_the_beginning.update(random_batch(seed))
-    assert from_the_beginning.master_hash() == straight.master_hash()
-
-
-def test_a_checkpoint_is_a_model_path_and_keeps_the_bias_of_now(model, tmp_path):
-    rank = start(model)
-    rank.update(random_batch(0))
-    bias = rank.policy.model.model.layers[1].mlp.gate.e_score_correction_bias
-    with torch.no_grad():
-        bias.copy_(torch.arange(8) * 0.1 + 0.1234567)
-    rank.save(tmp_path / "saved")
-    again = start(tmp_path / "saved")
-    assert again.master_hash() == rank.master_hash()
-    saved = again.wire_tensor("model.layers.1.block_sparse_moe.e_score_correction_bias")
-    assert torch.equal(saved, bias)
-    assert (tmp_path / "saved" / "config.json").read_bytes() == (model / "config.json").read_bytes()
-
-
-def test_checkpoints_of_other_models_or_rank_counts_are_refused(model, tmp_path):
-    rank = start(model)
-    rank.save(tmp_path / "saved")
-    raw = json.loads((tmp_path / "saved" / "config.json").read_text())
-    raw["text_config"]["rope_theta"] = 10000
-    (tmp_path / "saved" / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match="is another model than"):
-        rank.load(tmp_path / "saved")
-    rank.save(tmp_path / "of_two")
-    (tmp_path / "of_two" / "ranks" / "00001.pt").touch()
-    with pytest.raises(CheckpointError, match=r"resume it with train\.num_ranks=2"):
-        rank.load(tmp_path / "of_two")
-
-
 def test_random_weights_follow_the_seed(model):
     ranks = [TrainRank(replace(SETTINGS, seed=seed), 0, 1) for seed in (1, 1, 2)]
     for rank in ranks:
@@ -462,132 +356,3 @@ def test_random_weights_follow_the_seed(model):
 def test_settings_that_make_no_sense_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(SETTINGS, **change)
-
-
-# Two ranks. With one row the second rank has none. Adam's first step is lr * g / (|g| + eps): the
-# eps keeps it from giving gradients that are rounding noise a step of full size.
-TWO_RANKS = with_optimizer(eps=1e-4)
-ROWS = {0: 7, 1: 3, 2: 1, 3: 7}
-
-
-def two_rank_batches():
-    return [random_batch(20 + step, num_rows=rows) for step, rows in ROWS.items()]
-
-
-def play_rank(rank_id, world_size, model, out):
-    """A rank's whole life, run as a process: a straight run, or its second half after a resume."""
-    rank = TrainRank(TWO_RANKS, rank_id, world_size, f"file://{out}/meet")
-    rank.load_initial(model)
-    batches = two_rank_batches()
-    if (out / "saved").exists():
-        rank.load(out / "saved")
-        for batch in batches[2:]:
-            rank.update(batch)
-        record = {"resumed_hash": rank.master_hash(), "version": rank.policy_version}
-    else:
-        grads = gradients(rank, batches[0])
-        rank._group.sum_gradients(_with_grads(rank, grads))
-        torch.save({n: p.grad for n, p in rank.policy.named_parameters()}, out / f"grad{rank_id}")
-        for p in rank.policy.parameters():
-            p.grad = None
-        logprobs = rank.logprobs(batches[0])
-        metrics = []
-        for step, batch in enumerate(batches):
-            metrics.append(rank.update(batch))
-            if step == 0:
-                torch.save(dict(rank.policy.export("float32")), out / f"weights{rank_id}")
-            if step == 1:
-                (out / "saving").mkdir(exist_ok=True)
-                rank.save(out / "saving")
-        broken = random_batch(40)
-        broken.advantages_B[0] = np.nan
-        skipped = rank.update(broken)["optim/update_skipped"]
-        record = {
-            "hash": rank.master_hash(),
-            "metrics": metrics,
-            "logprobs": logprobs.tolist(),
-            "skipped": skipped,
-            "neighbours": sorted({"ray", "wandb", "vllm"} & set(sys.modules)),
-        }
-    (out / f"record{rank_id}.json").write_text(json.dumps(record))
-    rank.close()
-
-
-def _with_grads(rank, grads):
-    parameters = dict(rank.policy.named_parameters())
-    for name, grad in grads.items():
-        parameters[name].grad = grad
-    return [p for p in parameters.values() if p.requires_grad]
-
-
-def run_two_ranks(model, out):
-    (out / "meet").unlink(missing_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    command = [sys.executable, "-W", "ignore", __file__, str(model), str(out)]
-    processes = [subprocess.Popen([*command, str(r)], env=environment) for r in range(2)]
-    try:
-        codes = [process.wait(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, 0]
-    return [json.loads((out / f"record{r}.json").read_text()) for r in range(2)]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(model, tmp_path_factory):
-    out = tmp_path_factory.mktemp("two_ranks")
-    return out, run_two_ranks(model, out)
-
-
-def test_two_ranks_have_the_gradient_of_one(model, two_ranks):
-    out, _ = two_ranks
-    expected = gradients(start(model), two_rank_batches()[0])
-    for rank in range(2):
-        summed = {n: g for n, g in torch.load(out / f"grad{rank}").items() if g is not None}
-        assert_close_gradients(summed, expected)
-
-
-def test_two_ranks_take_the_step_of_one(model, two_ranks):
-    out, _ = two_ranks
-    alone = start(model, TWO_RANKS)
-    alone.update(two_rank_batches()[0])
-    first, second = (torch.load(out / f"weights{rank}") for rank in range(2))
-    for name, tensor in alone.policy.export("float32"):
-        assert torch.equal(first[name], second[name]), name
-        torch.testing.assert_close(first[name], tensor, atol=1e-6, rtol=0, msg=name)
-
-
-def test_two_ranks_agree_with_each_other_and_with_one_on_every_metric(model, two_ranks):
-    _, records = two_ranks
-    assert records[0] == records[1]
-    alone = start(model)
-    logprobs = alone.logprobs(two_rank_batches()[0])
-    np.testing.assert_allclose(records[0]["logprobs"], logprobs, atol=1e-5)
-    expected = alone.update(two_rank_batches()[0])
-    for name, value in expected.items():
-        if not name.startswith(("perf/", "optim/param")):
-            assert records[0]["metrics"][0][name] == pytest.approx(value, abs=1e-4), name
-    assert records[0]["metrics"][0]["perf/seqlen_imbalance"] > 1.0
-
-
-def test_a_rank_needs_no_ray_no_wandb_and_no_vllm(two_ranks):
-    assert two_ranks[1][0]["neighbours"] == []
-
-
-def test_two_ranks_skip_a_broken_step_together(two_ranks):
-    _, records = two_ranks
-    assert [record["skipped"] for record in records] == [1.0, 1.0]
-
-
-def test_two_ranks_resumed_are_bit_for_bit_two_ranks_uninterrupted(model, two_ranks):
-    out, records = two_ranks
-    (out / "saving").rename(out / "saved")
-    resumed = run_two_ranks(model, out)
-    assert [r["resumed_hash"] for r in resumed] == [r["hash"] for r in records]
-    assert resumed[0]["version"] == len(ROWS)
-
-
-if __name__ == "__main__":
-    play_rank(int(sys.argv[3]), 2, Path(sys.argv[1]), Path(sys.argv[2]))

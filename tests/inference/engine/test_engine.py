@@ -29,9 +29,6 @@ def add_all(engine, count, max_tokens=10, steps=0):
         assert engine.step() == []
 
 
-# -- what is refused ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
@@ -87,9 +84,6 @@ def test_nothing_is_taken_or_computed_before_the_first_weights():
         engine.weights_hash()
 
 
-# -- outputs ------------------------------------------------------------------------------------
-
-
 def test_arrays_come_out_and_only_what_was_asked_for():
     (output,) = run(make_engine(), [Request("r", prompt(5), greedy(3, logprobs=False))])
     assert output.prompt_ids.dtype == output.token_ids.dtype == np.int32
@@ -133,9 +127,6 @@ def test_the_prefix_hit_rate_is_a_share_of_prompt_tokens():
     assert engine.stats()["prefix_hit_rate"] == pytest.approx(8 / 20)
 
 
-# -- abort --------------------------------------------------------------------------------------
-
-
 def test_aborting_everything_returns_every_request_with_the_tokens_it_has():
     engine = make_engine(max_running_requests=8)
     add_all(engine, 10, steps=3)
@@ -160,9 +151,6 @@ def test_an_unknown_id_aborts_nothing_and_is_logged(caplog):
     assert set(step_to_end(engine)) == {"r0"}
 
 
-# -- broken numbers -----------------------------------------------------------------------------
-
-
 def broken_engine(token):
     """Its embedding of `token` is NaN: any request with it in the prompt has NaN logits."""
     engine = empty_engine()
@@ -185,6 +173,8 @@ def test_nan_logits_are_an_error_of_their_request_alone():
     assert len(outputs[0].token_ids) == len(outputs[0].logprobs) == 0
     assert engine.stats()["nonfinite_logits"] == 1
     assert_same(outputs[1], expected)
+    (again,) = run(engine, [broken])
+    assert (again.finish_reason, again.num_cached_tokens) == ("error", 0)
 
 
 def test_pages_with_nan_are_reused_without_leaking():
@@ -214,9 +204,6 @@ def test_a_failed_forward_pass_loses_no_request():
     outputs = step_to_end(engine)
     for i in range(3):
         assert_same(outputs[f"r{i}"], run_alone(prompt(6, seed=i), sampled(10, seed=i)))
-
-
-# -- pause --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])

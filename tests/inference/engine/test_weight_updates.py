@@ -107,9 +107,6 @@ def test_the_correction_bias_arrives_in_full_and_chooses():
     assert (output.routing == 3).any(-1).all()
 
 
-# -- loads that break off -------------------------------------------------------------------------
-
-
 def test_a_refused_first_write_leaves_the_old_weights_serving():
     engine = make_engine()
     before = engine.weights_hash()
@@ -212,35 +209,36 @@ def test_a_write_never_converts_or_guesses(name, change, message):
         engine.write(name, whole(tensor), change(tensor))
 
 
-def test_a_load_begun_anew_must_be_whole_again():
+def test_a_second_load_is_told_of_the_one_that_is_open():
     engine = make_engine()
     engine.begin_load(1)
-    for name in list(weights(1))[:-1]:
-        engine.write(name, whole(weights(1)[name]), weights(1)[name])
-    sync(engine, weights(1), 2)
-    assert engine.version == 2
-    assert engine.weights_hash() == hashes(weights(1))
+    with pytest.raises(EngineStateError, match="load of version 1 is still open; commit or abort"):
+        engine.begin_load(2)
+    write_all(engine, weights(1))
+    engine.commit()
+    assert engine.version == 1
 
 
-def test_two_loads_never_mix():
-    """A writer that goes on after another began: the same element comes twice."""
+def test_a_load_given_up_after_a_write_must_be_whole_again():
     engine = make_engine()
-    first, last = "model.embed_tokens.weight", "lm_head.weight"
     engine.begin_load(1)
-    engine.write(first, whole(weights(1)[first]), weights(1)[first])
-    engine.begin_load(2)
-    engine.write(last, whole(weights(1)[last]), weights(1)[last])
-    with pytest.raises(WeightLoadError, match="written before in the same load"):
-        write_all(engine, weights(2))
+    write_all(engine, dict(list(weights(1).items())[:-1]))
+    engine.abort_load()
     assert engine.version is None
+    engine.begin_load(1)
+    name = "lm_head.weight"
+    engine.write(name, whole(weights(1)[name]), weights(1)[name])
+    with pytest.raises(WeightLoadError, match="are not whole"):
+        engine.commit()
+    sync(engine, weights(1), 2)
+    assert engine.weights_hash() == hashes(weights(1))
 
 
 def test_a_load_given_up_before_its_first_write_leaves_the_old_weights():
     engine = make_engine()
+    engine.abort_load()
     engine.begin_load(1)
-    engine.begin_load(2)
-    with pytest.raises(WeightLoadError, match="no tensor of this model"):
-        engine.write("elsewhere", ((0, 1),), torch.zeros(1))
+    engine.abort_load()
     assert engine.version == 0
     (output,) = run(engine, [Request("r", prompt(9), greedy(4))])
     assert_same(output, run_alone(prompt(9), greedy(4)))
@@ -258,9 +256,6 @@ def test_a_load_wants_running_requests_paused():
         engine.begin_load(1)
     with pytest.raises(EngineStateError, match="write without an open load"):
         engine.write("model.norm.weight", ((0, 32),), weights(1)["model.norm.weight"])
-
-
-# -- no stale state -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [None, "drain", "keep", "recompute"])
@@ -319,9 +314,6 @@ def test_a_computation_while_loading_is_refused():
     assert not engine.has_work
     with pytest.raises(EngineStateError, match="LOADING"):
         engine.step()
-
-
-# -- requests in flight ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])

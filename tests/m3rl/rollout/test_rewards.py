@@ -118,7 +118,7 @@ def test_an_abandoned_call_never_answers_a_later_one(pool):
 
 
 def test_a_scorer_that_cannot_be_imported_says_why(pool):
-    with pytest.raises(RewardError, match="cannot be started: ModuleNotFoundError.*nowhere"):
+    with pytest.raises(RewardError, match=r"cannot be started: ModuleNotFoundError.*nowhere"):
         pool(target="nowhere:score").score(items("x"))
     with pytest.raises(RewardError, match="cannot be started: AttributeError"):
         pool(target="my_scorers:missing").score(items("x"))

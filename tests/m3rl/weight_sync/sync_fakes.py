@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 from inference.kernels.tensor_hash import tensor_hash
 from m3rl.types import Receiver, TensorSlot
@@ -79,6 +80,7 @@ class FakeEngine:
         }
         self.version: int | None = None
         self.serves = False
+        self.loading: int | None = None
         self.events: list[str] = []
         self.num_loads = 0
 
@@ -86,7 +88,8 @@ class FakeEngine:
         return list(self.slots.values())
 
     def begin_load(self, version: int) -> None:
-        self.serves, self._loading = False, version
+        assert self.loading is None, "a load is open"
+        self.serves, self.loading = False, version
         self.num_loads += 1
         self.events.append("begin_load")
 
@@ -110,8 +113,14 @@ class FakeEngine:
         }
 
     def commit(self) -> None:
-        self.version, self.serves = self._loading, True
+        assert self.loading is not None, "no load is open"
+        self.version, self.serves, self.loading = self.loading, True, None
         self.events.append("commit")
+
+    def abort_load(self) -> None:
+        if self.loading is not None:
+            self.version, self.loading = None, None
+            self.events.append("abort_load")
 
     def pause(self) -> None:
         self.events.append("pause")
@@ -124,12 +133,26 @@ class FakeEngine:
         return self.tensors
 
 
+_stores: dict[int, HashStore] = {}
+
+
+def store_without_sockets(
+    host: str, port: int, size: None, is_master: bool, *_: Any, **options: Any
+) -> HashStore:
+    """Takes the place of TCPStore where all members are threads: no socket, no name server."""
+    if is_master:
+        os.close(options["master_listen_fd"])
+        _stores[port] = HashStore()
+    return _stores[port]
+
+
 class TrainerRank:
     """A Sender over a whole set of weights of which it shows its shard."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, world: int, *, is_replicated: bool = False) -> None:
         self.weights = weights(0)
-        self.sender = Sender(rank, layout(rank, world), self.read)
+        held = layout() if is_replicated else layout(rank, world)
+        self.sender = Sender(rank, held, self.read)
 
     def read(self, name: str, bounds: Bounds) -> Tensor:
         return cut(self.weights[name], bounds)
@@ -291,7 +314,7 @@ class RemoteSenders:
 
 
 class ReplicaBody(Worker):
-    """What a replica's process runs; `die_in_write` makes it kill itself in the middle of a stream."""
+    """What a replica's process runs; after `die_in_write` it kills itself amid a stream."""
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(FakeEngine(layout(rank, world)))

@@ -1,0 +1,70 @@
+"""One of two trainer ranks, run as a process: python -m tests.m3rl.rank_process MODEL OUT RANK."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from m3rl.train_rank import TrainRank
+from tests.m3rl.rank_cases import gradients, random_batch, with_optimizer
+
+# With one row the second rank has none. Adam's first step is lr * g / (|g| + eps): the
+# eps keeps it from giving gradients that are rounding noise a step of full size.
+TWO_RANKS = with_optimizer(eps=1e-4)
+ROWS = {0: 7, 1: 3, 2: 1, 3: 7}
+
+
+def two_rank_batches():
+    return [random_batch(20 + step, num_rows=rows) for step, rows in ROWS.items()]
+
+
+def play_rank(rank_id, world_size, model, out):
+    """A rank's whole life, run as a process: a straight run, or its second half after a resume."""
+    rank = TrainRank(TWO_RANKS, rank_id, world_size, f"file://{out}/meet")
+    rank.load_initial(model)
+    batches = two_rank_batches()
+    if (out / "saved").exists():
+        rank.load(out / "saved")
+        for batch in batches[2:]:
+            rank.update(batch)
+        record = {"resumed_hash": rank.master_hash(), "version": rank.policy_version}
+    else:
+        grads = gradients(rank, batches[0])
+        rank._group.sum_gradients(_with_grads(rank, grads))
+        torch.save({n: p.grad for n, p in rank.policy.named_parameters()}, out / f"grad{rank_id}")
+        for p in rank.policy.parameters():
+            p.grad = None
+        logprobs = rank.logprobs(batches[0])
+        metrics = []
+        for step, batch in enumerate(batches):
+            metrics.append(rank.update(batch))
+            if step == 0:
+                torch.save(dict(rank.policy.export("float32")), out / f"weights{rank_id}")
+            if step == 1:
+                (out / "saving").mkdir(exist_ok=True)
+                rank.save(out / "saving")
+        broken = random_batch(40)
+        broken.advantages_B[0] = np.nan
+        skipped = rank.update(broken)["optim/update_skipped"]
+        record = {
+            "hash": rank.master_hash(),
+            "metrics": metrics,
+            "logprobs": logprobs.tolist(),
+            "skipped": skipped,
+            "neighbours": sorted({"ray", "wandb", "vllm"} & set(sys.modules)),
+        }
+    (out / f"record{rank_id}.json").write_text(json.dumps(record))
+    rank.close()
+
+
+def _with_grads(rank, grads):
+    parameters = dict(rank.policy.named_parameters())
+    for name, grad in grads.items():
+        parameters[name].grad = grad
+    return [p for p in parameters.values() if p.requires_grad]
+
+
+if __name__ == "__main__":
+    play_rank(int(sys.argv[3]), 2, Path(sys.argv[1]), Path(sys.argv[2]))

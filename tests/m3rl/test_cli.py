@@ -1,0 +1,168 @@
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from m3rl.cli import RUNS, main
+from tests.m3rl.run_files import settings, write_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def file(tmp_path):
+    write_model(tmp_path / "model")
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(settings(tmp_path)))
+    return str(path)
+
+
+class FakeRuns:
+    """Stands in for every module that runs something, and records what it was asked."""
+
+    def __init__(self):
+        self.calls = []
+        self.outcome = lambda: 0
+
+    def __getattr__(self, name):
+        def run(config):
+            self.calls.append((name, config))
+            return self.outcome()
+
+        return run
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    fake = FakeRuns()
+    for place, _ in RUNS.values():
+        monkeypatch.setitem(sys.modules, place.partition(":")[0], fake)
+    monkeypatch.setattr("m3rl.cli.signal.signal", lambda *_: None)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [("train", "train"), ("rollout", "rollout"), ("eval", "evaluate"), ("sft", "sft")],
+)
+def test_each_command_calls_its_function_with_the_loaded_configuration(
+    file, runs, command, function
+):
+    assert main([command, file, "train.steps=3", "rollout.num_prompts=2"]) == 0
+    [(name, config)] = runs.calls
+    assert name == function
+    assert (config.train.steps, config.rollout.num_prompts) == (3, 2)
+
+
+def test_the_exit_code_is_the_functions(file, runs):
+    runs.outcome = lambda: 1
+    assert main(["train", file]) == 1
+
+
+@pytest.mark.parametrize("word", ["lerning_rate=1", "num-epochs=2", "lr=1", "optimizer.lr=abc"])
+def test_a_mistake_in_a_setting_ends_with_2_and_no_traceback(file, runs, capsys, word):
+    assert main(["train", file, word]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: {word.partition('=')[0]}: ")
+    assert "Traceback" not in errors
+    assert runs.calls == []
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(file, runs, tmp_path, capsys):
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert main(["train", file]) == 2
+    assert "neither model.safetensors nor" in capsys.readouterr().err
+    assert runs.calls == []
+
+
+def test_supervised_training_from_random_weights_needs_none(file, runs, tmp_path):
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert main(["sft", file, "sft.init=random"]) == 0
+    assert main(["sft", file, "sft.init=path"]) == 2
+
+
+def test_ctrl_c_ends_with_130(file, runs, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    runs.outcome = interrupted
+    assert main(["train", file]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_other_errors_keep_their_traceback(file, runs):
+    def broken():
+        raise RuntimeError("a fault of ours")
+
+    runs.outcome = broken
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        main(["train", file])
+
+
+def test_check_looks_at_every_file_also_after_one_that_fails(file, tmp_path, capsys):
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("run: {nmae: x}\n")
+    assert main(["check", str(bad), file, "rollout.max_tokens=13"]) == 2
+    out, err = capsys.readouterr()
+    assert f"error: {bad}: run.nmae: unknown key" in err
+    assert f"{file}: checked" in out
+    assert "tokens of a training step: at most 904" in out  # 4 prompts of 2 times 100 + 13
+
+
+def test_check_plans_sizes_without_the_weights(file, tmp_path, capsys):
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert main(["check", file, "--gpus", "1,4"]) == 0
+    out = capsys.readouterr().out
+    assert "refused: train.num_ranks and one replica are 2 GPUs" in out
+    assert main(["check", file, "--gpus", "1"]) == 2
+
+
+def test_check_needs_a_file(capsys):
+    assert main(["check", "train.steps=1"]) == 2
+    assert "needs at least one configuration file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["check", "x.yaml", "--gpus", "0"]])
+def test_a_command_that_does_not_exist_ends_with_2(arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+def test_doctor_tells_what_is_missing_by_its_exit_code(file, tmp_path, capsys):
+    assert main(["doctor", file]) == 0
+    (tmp_path / "model" / "config.json").unlink()
+    assert main(["doctor", file]) == 1
+    assert "something is missing" in capsys.readouterr().out
+
+
+def test_check_answers_without_importing_ray_torch_or_transformers(file):
+    program = (
+        "import sys; from m3rl.cli import RUNS, main; code = main(['check', sys.argv[1]]); "
+        "heavy = {'ray', 'torch', 'transformers', 'wandb', 'accelerate'} & set(sys.modules); "
+        "assert not heavy, heavy; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, file],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{file}: checked" in done.stdout
+
+
+@pytest.fixture(autouse=True)
+def quiet_logging():
+    """`main` sets up logging for a process; tests keep their own."""
+    root = logging.getLogger()
+    before = root.level, list(root.handlers)
+    yield
+    root.setLevel(before[0])
+    root.handlers[:] = before[1]

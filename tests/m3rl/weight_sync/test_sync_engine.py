@@ -1,0 +1,160 @@
+"""The bundled engine at the receiving end: a sync and a load from disk are the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference.config import EngineConfig
+from inference.engine import Engine, Request, SamplingParams
+from inference.models.weights import published_tensors
+from m3rl.types import TensorSlot
+from m3rl.weight_sync import transport as transport_module
+from m3rl.weight_sync.errors import SyncError
+from m3rl.weight_sync.layout import Bounds, whole
+from m3rl.weight_sync.send import Sender
+from m3rl.weight_sync.sync import WeightSync
+from tests.m3rl.weight_sync.sync_fakes import LocalSenders, LocalWorker, cut, store_without_sockets
+from tests.tiny_models import model_config, random_tensors, tiny_config
+
+RAW = tiny_config(num_hidden_layers=2)
+BIAS = "model.layers.1.block_sparse_moe.e_score_correction_bias"
+
+
+@pytest.fixture(autouse=True)
+def _store_without_sockets(monkeypatch):
+    monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+
+
+class Rank:
+    """A trainer rank that holds its share of the rows of every tensor, in wire dtypes."""
+
+    def __init__(self, dtype: torch.dtype, rank: int, world: int) -> None:
+        self._dtype = dtype
+        self.load(0)
+        layout = []
+        for spec in published_tensors(model_config(RAW)):
+            size = spec.shape[0]
+            rows = (size * rank // world, size * (rank + 1) // world)
+            name = str(self.weights[spec.name].dtype).removeprefix("torch.")
+            bounds: Bounds = (rows, *whole(spec.shape[1:]))
+            layout.append(TensorSlot(spec.name, name, spec.shape, bounds, spec.bucket))
+        self.sender = Sender(rank, layout, lambda name, bounds: cut(self.weights[name], bounds))
+
+    def load(self, seed: int) -> None:
+        self.weights = random_tensors(RAW, seed, self._dtype)
+
+    def __getattr__(self, name: str):
+        return getattr(self.sender, name)
+
+
+def engine(dtype: str = "float32") -> Engine:
+    return Engine(model_config(RAW), EngineConfig(dtype=dtype, num_pages=32))
+
+
+def fresh(seed: int, dtype: str = "float32") -> Engine:
+    """An engine that was given its weights without any sync."""
+    loaded = engine(dtype)
+    loaded.load_weights(random_tensors(RAW, seed, getattr(torch, dtype)).items(), 0)
+    return loaded
+
+
+def driver(target: Engine, ranks: list[Rank], chunk_bytes: int = 1 << 20):
+    worker = LocalWorker(target)
+    sync = WeightSync(
+        LocalSenders(ranks),
+        {0: worker},
+        pause=lambda replica: target.pause("keep"),
+        resume=lambda replica: target.resume(),
+        host="127.0.0.1",
+        timeout_s=20.0,
+        min_replicas=1,
+        verify=True,
+        chunk_bytes=chunk_bytes,
+    )
+    sync.connect(0)
+    return sync
+
+
+def greedy(target: Engine) -> tuple[list[int], list[float]]:
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    target.add(Request("r", [5, 6, 7, 8, 9, 10, 11, 12, 13], params))
+    outputs = []
+    while target.has_work:
+        outputs += target.step()
+    return outputs[0].token_ids.tolist(), outputs[0].logprobs.tolist()
+
+
+@pytest.mark.parametrize("chunk_bytes", [700, 5_000, 1 << 20])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_synced_engine_is_a_fresh_engine(dtype: str, chunk_bytes: int):
+    target = engine(dtype)
+    ranks = [Rank(getattr(torch, dtype), r, 2) for r in range(2)]
+    sync = driver(target, ranks, chunk_bytes)
+    for version, seed in enumerate([1, 2, 1], start=1):
+        for rank in ranks:
+            rank.load(seed)
+        sync.sync(version)
+        truth = fresh(seed, dtype)
+        assert target.version == version
+        assert target.weights_hash() == truth.weights_hash()
+        assert greedy(target) == greedy(truth)
+
+
+def test_a_flipped_bit_in_the_engine_is_mended_by_the_retry(monkeypatch):
+    target, rank = engine(), Rank(torch.float32, 0, 1)
+    sync = driver(target, [rank])
+    flip_in_first_load(target, monkeypatch, BIAS)
+    rank.load(3)
+    report = sync.sync(1)
+    assert (report.checksum_ok, report.checksum_mismatches) == (True, 1)
+    assert target.weights_hash() == fresh(3).weights_hash()
+    assert greedy(target) == greedy(fresh(3))
+
+
+def flip_in_first_load(target: Engine, monkeypatch, flipped: str) -> None:
+    write: Callable[[str, Bounds, Tensor], None] = target.write
+    seen = []
+
+    def flipping(name: str, bounds: Bounds, tensor: Tensor) -> None:
+        if name == flipped and not seen:
+            seen.append(name)
+            tensor = tensor.clone()
+            tensor.view(torch.int32)[0] ^= 1
+        write(name, bounds, tensor)
+
+    monkeypatch.setattr(target, "write", flipping)
+
+
+def test_nan_poisons_the_engine_until_a_whole_sync(monkeypatch):
+    target, rank = engine(), Rank(torch.float32, 0, 1)
+    sync = driver(target, [rank], chunk_bytes=5_000)
+    sync.sync(1)
+    rank.weights["lm_head.weight"][3, 3] = torch.nan
+    with pytest.raises(SyncError, match=r"NaN or infinity in lm_head\.weight"):
+        sync.sync(2)
+    assert target.version is None
+    with pytest.raises(RuntimeError, match="POISONED"):
+        target.resume()
+    rank.load(4)
+    sync.connect(0)
+    sync.sync(2)
+    assert greedy(target) == greedy(fresh(4))
+
+
+def test_a_trainer_that_forgets_the_correction_bias_or_rounds_it_is_refused():
+    target, rank = engine(), Rank(torch.float32, 0, 1)
+    slots = rank.sender._layout
+    rank.sender._layout = tuple(slot for slot in slots if slot.name != BIAS)
+    with pytest.raises(SyncError, match=f"{BIAS} is held by worker 0 and by no trainer rank"):
+        driver(target, [rank])
+    rank.sender._layout = tuple(
+        dataclasses.replace(slot, dtype="bfloat16") if slot.name == BIAS else slot for slot in slots
+    )
+    with pytest.raises(SyncError, match=f"{BIAS}: dtype is bfloat16 on trainer rank 0 and float32"):
+        driver(target, [rank])
+    assert target.version is None

@@ -1,0 +1,125 @@
+"""Real gloo groups between real processes; all tests share two trainer ranks and their replicas."""
+
+from __future__ import annotations
+
+import pytest
+
+from m3rl.weight_sync.sync import WeightSync
+from tests.m3rl.weight_sync.sync_fakes import (
+    EXPERT,
+    RemoteProcess,
+    RemoteSenders,
+    ReplicaBody,
+    TrainerRank,
+    assert_holds,
+    layout,
+)
+
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Two trainer ranks (row shards) and four workers: two replicas of two row-sharded workers."""
+    ranks = [RemoteProcess(TrainerRank, rank, 2) for rank in range(2)]
+    workers = [RemoteProcess(ReplicaBody, i % 2, 2) for i in range(4)]
+    yield ranks, workers
+    for process in [*ranks, *workers]:
+        process.end()
+
+
+def driver(ranks, replicas, timeout_s: float = TIMEOUT_S) -> WeightSync:
+    def on_all(method: str):
+        def call(replica: int) -> None:
+            for worker in replicas[replica]:
+                worker.call(method).result(TIMEOUT_S)
+
+        return call
+
+    sync = WeightSync(
+        RemoteSenders(ranks),
+        replicas,
+        pause=on_all("pause"),
+        resume=on_all("resume"),
+        host="127.0.0.1",
+        timeout_s=timeout_s,
+        min_replicas=1,
+        verify=True,
+        chunk_bytes=100,
+    )
+    for replica in replicas:
+        sync.connect(replica)
+    return sync
+
+
+def load(ranks, seed: int) -> None:
+    for rank in ranks:
+        rank.call("load", seed).result(TIMEOUT_S)
+
+
+def holds(worker, rank: int, world: int, version: int, seed: int) -> None:
+    held_version, tensors = worker.call("snapshot").result(TIMEOUT_S)
+    assert held_version == version
+    assert_holds(tensors, layout(rank, world), seed)
+
+
+def test_two_sharded_trainer_ranks_bring_two_sharded_replicas_from_a_to_b_to_a(processes):
+    ranks, workers = processes
+    replicas = {0: workers[:2], 1: workers[2:]}
+    sync = driver(ranks, replicas)
+    hashes = []
+    for version, seed in enumerate([1, 2, 1], start=1):
+        load(ranks, seed)
+        report = sync.sync(version)
+        assert (report.ready, report.failed, report.checksum_ok) == ((0, 1), {}, True)
+        hashes.append(report.wire_hash)
+        for each in replicas.values():
+            for rank, worker in enumerate(each):
+                holds(worker, rank, 2, version, seed)
+    assert hashes[0] == hashes[2] != hashes[1]
+    sync.close()
+
+
+def test_one_trainer_rank_brings_one_replica_from_a_to_b_to_a():
+    rank, worker = RemoteProcess(TrainerRank, 0, 1), RemoteProcess(ReplicaBody, 0, 1)
+    try:
+        sync = driver([rank], {0: [worker]})
+        for version, seed in enumerate([1, 2, 1], start=1):
+            load([rank], seed)
+            assert sync.sync(version).ready == (0,)
+            holds(worker, 0, 1, version, seed)
+    finally:
+        rank.end()
+        worker.end()
+
+
+def test_a_worker_killed_amid_a_stream_costs_one_replica_and_comes_back(processes):
+    ranks, workers = processes
+    replicas = {0: workers[:2], 1: workers[2:]}
+    sync = driver(ranks, replicas)
+    load(ranks, 3)
+    assert sync.sync(1).ready == (0, 1)
+    load(ranks, 4)
+    workers[3].call("die_in_write", EXPERT.format(2)).result(TIMEOUT_S)
+    report = sync.sync(2)
+    assert report.ready == (0,)
+    assert "replica 1 worker 1: RuntimeError: the process died" in report.failed[1]
+    assert "trainer rank 1: replica 1 worker 1 is gone or has left the group" in report.failed[1]
+    assert report.seconds < TIMEOUT_S  # nobody waited for the deadline
+    assert sync.states() == {0: "READY(2)", 1: "POISONED"}
+    for rank in range(2):
+        holds(workers[rank], rank, 2, 2, 4)
+    assert workers[2].call("snapshot").result(TIMEOUT_S)[0] is None
+
+    workers[3].end()
+    workers[3] = replicas[1][1] = RemoteProcess(ReplicaBody, 1, 2)
+    sync.connect(1, replicas[1])
+    assert sync.states() == {0: "READY(2)", 1: "EMPTY"}
+    assert sync.sync(2, [1]).ready == (1,)
+    for rank in range(2):
+        holds(replicas[1][rank], rank, 2, 2, 4)
+    load(ranks, 5)
+    assert sync.sync(3).ready == (0, 1)
+    for each in replicas.values():
+        for rank, worker in enumerate(each):
+            holds(worker, rank, 2, 3, 5)

@@ -13,7 +13,8 @@ from m3rl.grpo.loss import LossSettings
 from m3rl.rollout.chat import ChatFormat
 from m3rl.rollout.collect import Collector, SamplingSettings
 from m3rl.rollout.environments import SingleTurn
-from m3rl.rollout.m3_backend import M3Backend, ReplicaSettings
+from m3rl.rollout.m3_backend import M3Backend
+from m3rl.rollout.m3_replica import ReplicaSettings
 from m3rl.rollout.rewards import RewardPool
 from m3rl.train_rank import OptimizerSettings, RankSettings
 

@@ -31,6 +31,19 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 STATE = "state.json"
 LATEST = "latest"
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What may lie beside the weights and belongs to the model; copied into every checkpoint."""
 _TEMPORARY = ".writing_"
 _REPLACED = ".replaced_"
 _STEP = re.compile(r"step_(\d{6,})")

@@ -293,7 +293,15 @@ class SFTConfig(Section):
     output: Text | None = None
     """Directory for the trained checkpoint; null: `sft` in the run directory."""
     target_accuracy: Annotated[Fraction, Field(gt=0)] | None = None
-    """Stop early once this held-out accuracy is reached."""
+    """Stop once greedy decoding gets this share of the held-out answers right."""
+    eval_every: Int = Field(default=10, ge=1)
+    """Steps between two looks at the held-out accuracy, when there is a target."""
+    init_std: Float = Field(default=0.02, gt=0)
+    """For init random: deviation of all matrices but the embedding; norms begin at 0."""
+    init_embedding_std: Float = Field(default=0.02, gt=0)
+    """For init random: deviation of the embedding."""
+    init_bias_std: Float = Field(default=0.0, ge=0)
+    """For init random: deviation of the router's correction bias, which is never trained."""
 
 
 class Config(Section):

@@ -28,13 +28,15 @@ from inference.models.weights import (
     published_tensors,
     read_checkpoint,
     transformers_placement,
+    write_checkpoint,
 )
-from m3rl.grpo.logprob import token_logprobs
+from m3rl.grpo.logprob import greedy_hits, token_logprobs
 from m3rl.grpo.replay import RecordedRouting, RoutingStats
 from m3rl.types import TensorSlot
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ATTENTIONS = ("sdpa", "eager")
+MAX_SHARD_BYTES = 5 << 30
 Bounds = tuple[tuple[int, int], ...]
 
 
@@ -84,6 +86,15 @@ class Policy(nn.Module):
         with torch.no_grad():
             for tensor in self._masters().values():
                 tensor.fill_(torch.nan)
+
+    @classmethod
+    def for_model(cls, path: str | Path, **options: Any) -> Policy:
+        """A policy of the shape that the config.json in `path` gives."""
+        return cls(ModelConfig.from_pretrained(path), **options)
+
+    def has_shape_of(self, path: str | Path) -> bool:
+        """Whether the model in `path` has the same configuration."""
+        return ModelConfig.from_pretrained(path) == self.config
 
     def _freeze_index_branch(self) -> None:
         frozen = {
@@ -210,12 +221,22 @@ class Policy(nn.Module):
             (logprobs_T, entropy_T) FP32, masked tokens in row-major order; no gradient through the
             entropy.
         """
-        if mask_BS[:, 0].any():
-            raise ValueError("the first token of a row has no log-probability; mask it out")
         hidden_BSC = self.hidden_states(ids_BS, length_B, record=record, stats=stats)
-        predicting_TC = hidden_BSC[:, :-1][mask_BS[:, 1:]]
-        head = self.model.lm_head.weight.to(self.dtype)  # the wire's values, multiplied in FP32
-        return token_logprobs(predicting_TC, head, ids_BS[mask_BS], temperature=temperature)
+        predicting_TC = _predicting(hidden_BSC, mask_BS)
+        return token_logprobs(
+            predicting_TC, self._wire_head(), ids_BS[mask_BS], temperature=temperature
+        )
+
+    @torch.no_grad()
+    def greedy_hits(self, ids_BS: Tensor, length_B: Tensor, mask_BS: Tensor) -> Tensor:
+        """[T] bool: whether greedy decoding would choose each masked token."""
+        predicting_TC = _predicting(self.hidden_states(ids_BS, length_B), mask_BS)
+        return greedy_hits(predicting_TC, self._wire_head(), ids_BS[mask_BS])
+
+    def _wire_head(self) -> Tensor:
+        """The head's wire values; they are multiplied in FP32."""
+        head: Tensor = self.model.lm_head.weight.to(self.dtype)
+        return head
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
@@ -230,14 +251,29 @@ class Policy(nn.Module):
                 raise ValueError(f"{path}: {name} holds values that are not finite")
             self._master(name).copy_(tensor)
 
+    def save(self, path: str | Path, dtype: str) -> None:
+        """Write all weights into a directory without any, under published names (see `export`)."""
+        write_checkpoint(path, self.export(dtype), max_shard_bytes=MAX_SHARD_BYTES)
+
     @torch.no_grad()
-    def init_random(self, seed: int) -> None:
-        """Fresh weights as transformers draws them (normal, std 0.02), a function of `seed`."""
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            fresh = _transformers_model(self.config, self.attention).state_dict()
+    def init_random(self, seed: int, *, std: float, embedding_std: float, bias_std: float) -> None:
+        """Fresh weights, a function of `seed`: normal, norms 0 (they act as 1 + w).
+
+        Args:
+            std: of all matrices but the embedding.
+            bias_std: of the router's correction bias.
+        """
+        generator = torch.Generator().manual_seed(seed)
         for name, tensor in self._masters().items():
-            tensor.copy_(fresh[name])
+            if "norm" in name:
+                tensor.zero_()
+                continue
+            scale = std
+            if "embed_tokens" in name:
+                scale = embedding_std
+            elif "e_score_correction_bias" in name:
+                scale = bias_std
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * scale)
 
     @torch.no_grad()
     def frozen_copy(self) -> Policy:
@@ -328,3 +364,10 @@ def _transformers_model(config: ModelConfig, attention: str) -> Any:
     text_config._experts_implementation = "grouped_mm"
     model: Any = MiniMaxM3VLForCausalLM(text_config)
     return model.float()
+
+
+def _predicting(hidden_BSC: Tensor, mask_BS: Tensor) -> Tensor:
+    """[T, C] hidden states from which the masked tokens are predicted: one position before each."""
+    if mask_BS[:, 0].any():
+        raise ValueError("the first token of a row has no log-probability; mask it out")
+    return hidden_BSC[:, :-1][mask_BS[:, 1:]]

@@ -14,18 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from m3rl.checkpoint import MODEL_FILES
 from m3rl.config import Config, ConfigError
 
 logger = logging.getLogger(__name__)
-
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
-"""Files beside the weights that make a folder loadable on its own; copied into every checkpoint."""
 
 
 class RunDirectory:

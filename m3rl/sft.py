@@ -46,9 +46,14 @@ def sft(config: Config) -> int:
 
 def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> None:
     chat = ChatFormat.load(config.find(config.model.path))
-    stream = PromptStream(
-        load_data(config, chat).train, seed=config.sft.seed, shuffle=config.data.shuffle
-    )
+    data = load_data(config, chat)
+    stream = PromptStream(data.train, seed=config.sft.seed, shuffle=config.data.shuffle)
+    held_out = None
+    if config.sft.target_accuracy is not None:
+        if data.eval is None:
+            raise ConfigError("sft.target_accuracy needs held-out prompts; add data.eval")
+        prompts = data.eval.first(config.eval.num_prompts)
+        held_out = pad([answered(chat, prompt) for prompt in prompts])
     stack.enter_context(ray_cluster(config.train.num_ranks))
     ranks = TrainerRanks(
         _settings(config), config.train.num_ranks, num_threads=config.train.num_threads
@@ -61,7 +66,8 @@ def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> 
     progress = Progress(config.sft.steps, step)
     exit_code = 1
     try:
-        while step < config.sft.steps:
+        is_done = line is not None and _reached_target(config, line)
+        while step < config.sft.steps and not is_done:
             step += 1
             watch = Stopwatch()
             with watch("time/data"):
@@ -70,8 +76,12 @@ def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> 
             with watch("time/train"):
                 record: dict[str, Any] = ranks.all("sft_step", *batch)[0]
                 record["weights_hash"] = ranks.one(0, "master_hash")
+            if held_out is not None and step % config.sft.eval_every == 0:
+                with watch("time/validate"):
+                    record["sft/greedy_accuracy"] = ranks.all("greedy_accuracy", *held_out)[0]
+                is_done = _reached_target(config, record)
             every = config.checkpoint.every
-            if (every and step % every == 0) or step == config.sft.steps:
+            if (every and step % every == 0) or step == config.sft.steps or is_done:
                 state = {"step": step, "stream": stream.state(), "metrics": record}
                 with watch("time/checkpoint"):
                     checkpoint.save(
@@ -82,12 +92,18 @@ def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> 
                         keep=config.checkpoint.keep,
                     )
             writer.log(step, record | watch.record())
-            progress.update({"loss": record["sft/loss"]})
+            shown = ("sft/loss", "sft/greedy_accuracy")
+            progress.update({key: record[key] for key in shown if key in record})
         ranks.one(0, "save_model", output, "float32")
         exit_code = 0
     finally:
         progress.close()
         writer.finish(exit_code)
+
+
+def _reached_target(config: Config, record: dict[str, Any]) -> bool:
+    target = config.sft.target_accuracy
+    return target is not None and record.get("sft/greedy_accuracy", 0.0) >= target
 
 
 def _settings(config: Config) -> Any:
@@ -102,7 +118,12 @@ def _restore(
 ) -> tuple[int, dict[str, Any] | None]:
     path = str(config.find(config.model.path))
     found = checkpoint.find_latest(run.path)
-    ranks.all("init_random" if config.sft.init == "random" else "load_initial", path)
+    options = config.sft
+    if options.init == "random":
+        deviations = (options.init_std, options.init_embedding_std, options.init_bias_std)
+        ranks.all("init_random", path, *deviations)
+    else:
+        ranks.all("load_initial", path)
     if found is None:
         return 0, None
     check_same_model(found.path, path)

@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.config import ModelConfig
-from inference.models.weights import write_checkpoint
-from m3rl.checkpoint import CheckpointError
+from m3rl.checkpoint import MODEL_FILES, CheckpointError
 from m3rl.grpo.batch import micro_batches, shard_rows, sharding_metrics, split_minibatches
 from m3rl.grpo.loss import (
     LossInputs,
@@ -37,21 +35,6 @@ from m3rl.policy import Bounds, Policy
 from m3rl.rank_group import RankGroup, deterministic
 from m3rl.rank_state import load_rank_state, save_rank_state
 from m3rl.types import TensorSlot, TrainBatch
-
-MAX_SHARD_BYTES = 5 << 30
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""What may lie beside the weights and belongs to the model."""
 
 LossOf = Callable[[MicroBatch, Tensor, Tensor], LossOutput]
 """(micro-batch, logprobs_T, entropy_T) -> its part of the step's loss."""
@@ -126,15 +109,23 @@ class TrainRank:
         """Begin at version 0 with the published checkpoint at `path`; the KL's reference too."""
         return self._begin(Path(path), lambda policy: policy.load(path))
 
-    def init_random(self, path: str | Path) -> int:
+    def init_random(
+        self, path: str | Path, std: float, embedding_std: float, bias_std: float
+    ) -> int:
         """Begin at version 0 with random weights of the model whose config.json lies at `path`."""
-        return self._begin(Path(path), lambda policy: policy.init_random(self.settings.seed))
+        seed = self.settings.seed
+        return self._begin(
+            Path(path),
+            lambda policy: policy.init_random(
+                seed, std=std, embedding_std=embedding_std, bias_std=bias_std
+            ),
+        )
 
     def _begin(self, path: Path, fill: Callable[[Policy], None]) -> int:
         settings = self.settings
         self._model_path = path
-        self.policy = Policy(
-            ModelConfig.from_pretrained(path),
+        self.policy = Policy.for_model(
+            path,
             dtype=settings.dtype,
             attention=settings.attention,
             replay_routing=settings.replay_routing,
@@ -215,6 +206,20 @@ class TrainRank:
             metrics = self._step(batch, np.arange(len(ids_BS)), loss_of, None)
         return metrics | {"sft/tokens": num_tokens, "policy/version": float(self.policy_version)}
 
+    @torch.no_grad()
+    def greedy_accuracy(
+        self, ids_BS: np.ndarray, length_B: np.ndarray, mask_BS: np.ndarray
+    ) -> float:
+        """Share of rows whose masked tokens greedy decoding would produce, every one of them."""
+        hits_BS = np.zeros(ids_BS.shape, np.float32)
+        rows = shard_rows(np.arange(len(ids_BS)), length_B, self._group.size)[self.rank]
+        for part in micro_batches(rows, length_B, self.settings.micro_batch_tokens):
+            micro = MicroBatch.of(part, ids_BS, length_B, mask_BS, self._group.device)
+            hits_T = self.policy.greedy_hits(micro.ids_BS, micro.length_B, micro.mask_BS)
+            micro.put(hits_T.float(), hits_BS)
+        is_hit_BS = self._group.sum_array(hits_BS) > 0
+        return float((is_hit_BS | ~mask_BS).all(1).mean())
+
     def weight_layout(self) -> list[TensorSlot]:
         """What this rank holds: every published tensor, whole."""
         return self.policy.layout()
@@ -246,7 +251,7 @@ class TrainRank:
             CheckpointError: the checkpoint is of another model or another number of ranks.
         """
         path = Path(path)
-        if ModelConfig.from_pretrained(path) != self.policy.config:
+        if not self.policy.has_shape_of(path):
             raise CheckpointError(
                 f"{path} is another model than {self._model_path} (their config.json differ); "
                 "resume with the model that the run began with"
@@ -264,7 +269,7 @@ class TrainRank:
             dtype: 'float32' keeps the masters; 'bfloat16' rounds all but the router's tensors.
         """
         path = Path(path)
-        write_checkpoint(path, self.policy.export(dtype), max_shard_bytes=MAX_SHARD_BYTES)
+        self.policy.save(path, dtype)
         for name in MODEL_FILES:
             if (self._model_path / name).exists():
                 shutil.copyfile(self._model_path / name, path / name)

@@ -323,9 +323,8 @@ class Trainer:
 def _throughput(groups: list[Group], batch: TrainBatch, watch: Stopwatch) -> dict[str, float]:
     """`perf/*`: generated tokens and trained row tokens a second of their phase."""
     generated = sum(len(c.completion_ids) for group in groups for c in group.completions)
-    trained = int(batch.length_B.sum())
     return {
         "perf/gen_tokens_per_s": generated / max(watch.seconds("time/generate"), 1e-9),
-        "perf/train_tokens_per_s": trained / max(watch.seconds("time/train"), 1e-9),
-        "perf/padding_frac": 1 - trained / batch.ids_BS.size if batch.ids_BS.size else 0.0,
+        "perf/train_tokens_per_s": int(batch.length_B.sum())
+        / max(watch.seconds("time/train"), 1e-9),
     }

@@ -7,6 +7,7 @@ of a row ·
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -145,9 +146,13 @@ class TensorSlot:
 
 
 class WeightTarget(Protocol):
-    """The engine's side of a weight sync (`inference.engine.Engine` has exactly these)."""
+    """The engine's side of a weight sync (`inference.engine.Engine` has these)."""
+
+    def weight_layout(self) -> Iterable[Any]:
+        """Objects with the fields of TensorSlot."""
 
     def begin_load(self, version: int) -> None: ...
+    def abort_load(self) -> None: ...
     def write(self, name: str, bounds: tuple[tuple[int, int], ...], tensor: Any) -> None: ...
     def commit(self) -> None: ...
     def weights_hash(self) -> dict[str, int]: ...

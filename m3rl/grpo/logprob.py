@@ -42,6 +42,19 @@ def token_logprobs(
     return _TokenLogprobs.apply(hidden_TC, head_VC, targets_T, temperature, chunk_size)
 
 
+@torch.no_grad()
+def greedy_hits(
+    hidden_TC: Tensor, head_VC: Tensor, targets_T: Tensor, *, chunk_size: int = DEFAULT_CHUNK
+) -> Tensor:
+    """[T] bool: whether greedy decoding would choose each target (lowest id of equal logits)."""
+    dtype = _compute_dtype(hidden_TC)
+    head = head_VC.to(dtype)
+    hits_T = torch.empty(len(targets_T), dtype=torch.bool, device=targets_T.device)
+    for part in _chunks(len(targets_T), chunk_size):
+        hits_T[part] = (hidden_TC[part].to(dtype) @ head.T).argmax(-1) == targets_T[part]
+    return hits_T
+
+
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 

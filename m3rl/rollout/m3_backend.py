@@ -1,233 +1,27 @@
-"""The bundled runtime as a generation backend: one engine per Ray actor, watched by the driver.
+"""The bundled runtime as a generation backend: a pool of replicas, each a Ray actor of its own.
 
-    driver                              replica process
-    generate(requests) ── submit ────▶  command queue ─▶ engine thread: commands, step, deliver
-    receiver(r).call("stream") ──────▶  same queue: weights change only between two steps
-
-The engine thread owns the engine: whatever touches it (submissions, aborts, pauses, weight sync) is
-a command that runs between two steps, so there is no lock and nothing can see half an update.
+The driver shares requests out, watches every replica against a deadline, gives up those that die or
+stay silent, and starts others in their place; what a replica does is in `m3_replica.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from m3rl.rollout.backend import (
-    BackendError,
-    Generated,
-    GenerationOutcome,
-    PauseMode,
-    ReplicaHealth,
-)
+from m3rl.rollout.backend import BackendError, GenerationOutcome, PauseMode, ReplicaHealth
+from m3rl.rollout.m3_replica import M3Replica, ReplicaSettings
 from m3rl.rollout.placement import worker_options
 from m3rl.types import GenerationRequest, Receiver, RemoteReceiver, TensorSlot
 
-if TYPE_CHECKING:
-    from inference.engine.request import RequestOutput
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaSettings:
-    """What a replica process needs to build its engine."""
-
-    model_path: str
-    engine: dict[str, Any]
-    """Keyword arguments of `inference.config.EngineConfig`."""
-    num_threads: int = 1
-
-
-class M3Replica:
-    """One engine and the thread that steps it; lives in its own process, knows nothing of Ray."""
-
-    def __init__(self, settings: ReplicaSettings) -> None:
-        import torch
-
-        from inference.config import EngineConfig, ModelConfig
-        from inference.engine.engine import Engine
-
-        torch.set_num_threads(settings.num_threads)
-        config = ModelConfig.from_pretrained(settings.model_path)
-        self.engine = Engine(config, EngineConfig(**settings.engine))
-        self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._waiting: dict[str, Future[RequestOutput]] = {}
-        self._receiver: Receiver | None = None
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
-        self._thread.start()
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Generated]:
-        """Submit all requests before the next step and wait for all of them, in order."""
-        futures = self._run(lambda: self._submit_all(requests))
-        return [_generated(future.result()) for future in futures]
-
-    def abort(self, request_ids: Sequence[str]) -> int:
-        return self._run(lambda: self.engine.abort(request_ids))
-
-    def pause(self, mode: PauseMode) -> None:
-        self._run(lambda: self.engine.pause(mode))
-
-    def resume(self) -> None:
-        self._run(self.engine.resume)
-
-    def weight_layout(self) -> list[TensorSlot]:
-        return [
-            TensorSlot(slot.name, slot.dtype, tuple(slot.shape), tuple(slot.bounds), slot.bucket)
-            for slot in self.engine.weight_layout()
-        ]
-
-    def load(self, path: str, version: int) -> None:
-        from inference.config import ModelConfig
-        from inference.models.weights import read_checkpoint
-
-        config = ModelConfig.from_pretrained(path)
-        self._run(lambda: self.engine.load_weights(read_checkpoint(path, config), version))
-
-    def attach(self, receiver: Receiver) -> None:
-        receiver.bind(self.engine)
-        self._receiver = receiver
-
-    def receiver_call(self, method: str, *args: Any) -> Any:
-        if self._receiver is None:
-            raise RuntimeError(f"receiver.{method}: no receiver is attached to this replica")
-        bound = getattr(self._receiver, method)
-        return self._run(lambda: bound(*args))
-
-    def stats(self) -> dict[str, float]:
-        return self._run(self.engine.stats)
-
-    def health(self) -> dict[str, Any]:
-        """Answers from another thread, so a long step or sync does not make it silent."""
-        return {
-            "pid": os.getpid(),
-            "version": self.engine.version,
-            "failure": repr(self._failure) if self._failure is not None else "",
-        }
-
-    def _submit_all(self, requests: Sequence[GenerationRequest]) -> list[Future[RequestOutput]]:
-        """All or none: when one is refused, those before it are taken back."""
-        taken: list[str] = []
-        try:
-            for request in requests:
-                self._submit(request)
-                taken.append(request.request_id)
-        except Exception:
-            self.engine.abort(taken)
-            for request_id in taken:
-                del self._waiting[request_id]
-            raise
-        return [self._waiting[request_id] for request_id in taken]
-
-    def _submit(self, request: GenerationRequest) -> None:
-        from inference.engine.request import Request, SamplingParams
-
-        params = SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
-            max_tokens=request.max_tokens,
-            stop=request.stop,
-            seed=request.seed,
-            routing=request.capture_routing,
-            blocks=request.capture_blocks,
-        )
-        self.engine.add(
-            Request(
-                request.request_id,
-                request.prompt_ids,
-                params,
-                group_id=request.group_id,
-                use_prefix_cache=request.use_prefix_cache,
-            )
-        )
-        self._waiting[request.request_id] = Future()
-
-    def _run(self, command: Callable[[], Any]) -> Any:
-        """Run a command on the engine thread between two steps and return its result."""
-        if self._failure is not None:
-            raise RuntimeError(f"the engine of this replica has failed: {self._failure!r}")
-        future: Future[Any] = Future()
-        self._commands.put((command, future))
-        if self._failure is not None:  # it failed since: nobody else empties the queue
-            self._fail_all(self._failure)
-        return future.result()
-
-    def _serve(self) -> None:
-        try:
-            while True:
-                if not self._run_commands(wait=not self.engine.has_work):
-                    return
-                if self.engine.has_work:
-                    self._deliver(self.engine.step())
-        except BaseException as error:  # outermost loop of the engine thread: hand the fault on
-            self._failure = error
-            logger.exception("the engine thread ended")
-            self._fail_all(error)
-
-    def _run_commands(self, wait: bool) -> bool:
-        """Run what is queued (waiting for a first command if `wait`); False when told to end."""
-        while True:
-            try:
-                item = self._commands.get(block=wait)
-            except queue.Empty:
-                return True
-            wait = False
-            if item is None:
-                return False
-            command, future = item
-            try:
-                future.set_result(command())
-            except Exception as error:  # a caller's fault belongs to the caller, not to the loop
-                future.set_exception(error)
-
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        for output in outputs:
-            future = self._waiting.pop(output.request_id, None)
-            if future is not None:  # None: taken back by _submit_all
-                future.set_result(output)
-
-    def _fail_all(self, error: BaseException) -> None:
-        for future in self._waiting.values():
-            future.set_exception(RuntimeError(f"the engine of this replica has failed: {error!r}"))
-        self._waiting.clear()
-        while True:
-            try:
-                item = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            if item is not None:
-                item[1].set_exception(RuntimeError(f"the engine has failed: {error!r}"))
-
-
-def _generated(output: RequestOutput) -> Generated:
-    return Generated(
-        request_id=output.request_id,
-        token_ids=np.asarray(output.token_ids, np.int32),
-        logprobs=np.asarray(output.logprobs, np.float32),
-        finish_reason=output.finish_reason,
-        version_spans=np.asarray(output.version_spans, np.int64),
-        seed=output.seed,
-        num_cached_tokens=output.num_cached_tokens,
-        routing=output.routing,
-        blocks=output.blocks,
-        error=output.error,
-    )
 
 
 class _RemoteReceiver:

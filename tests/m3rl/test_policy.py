@@ -358,7 +358,7 @@ def test_random_weights_are_a_function_of_the_seed_and_leave_the_generator_alone
 
 def make_random(seed):
     policy = Policy(model_config(CONFIG), dtype="float32", attention="sdpa", replay_routing=False)
-    policy.init_random(seed)
+    policy.init_random(seed, std=0.02, embedding_std=1.0, bias_std=0.01)
     return policy.master_hash()
 
 

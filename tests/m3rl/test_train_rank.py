@@ -344,7 +344,7 @@ def test_a_mask_over_padding_is_refused(model):
 def test_random_weights_follow_the_seed(model):
     ranks = [TrainRank(replace(SETTINGS, seed=seed), 0, 1) for seed in (1, 1, 2)]
     for rank in ranks:
-        rank.init_random(model)
+        rank.init_random(model, 0.02, 1.0, 0.01)
     hashes = [rank.master_hash() for rank in ranks]
     assert hashes[0] == hashes[1] != hashes[2]
 
@@ -356,3 +356,24 @@ def test_random_weights_follow_the_seed(model):
 def test_settings_that_make_no_sense_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(SETTINGS, **change)
+
+
+def test_greedy_accuracy_is_the_share_of_rows_that_greedy_decoding_produces(model):
+    rank = start(model)
+    policy = rank.policy
+    prompts = [[5, 6, 7], [8, 9], [3, 4, 5, 6]]
+    rows = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(4):
+            hidden = policy.hidden_states(torch.tensor([ids]), torch.tensor([len(ids)]))
+            ids.append(int((hidden[0, -1] @ policy.model.lm_head.weight.T).argmax()))
+        rows.append(ids)
+    rows[1][-2] = (rows[1][-2] + 1) % 90 or 1  # one answer is not what greedy decoding says
+    length_B = np.array([len(row) for row in rows])
+    ids_BS = np.zeros((3, max(length_B)), np.int64)
+    mask_BS = np.zeros(ids_BS.shape, bool)
+    for b, row in enumerate(rows):
+        ids_BS[b, : len(row)] = row
+        mask_BS[b, len(row) - 4 : len(row)] = True
+    assert rank.greedy_accuracy(ids_BS, length_B, mask_BS) == pytest.approx(2 / 3)

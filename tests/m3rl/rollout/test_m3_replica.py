@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m3rl.rollout.m3_backend import M3Replica, ReplicaSettings
+from m3rl.rollout.m3_replica import M3Replica, ReplicaSettings
 from m3rl.types import GenerationRequest
 from tests.tiny_models import random_checkpoint, tiny_config
 

@@ -10,13 +10,14 @@ from m3rl.completion_metrics import eval_metrics
 from m3rl.config import Config
 from m3rl.data import Data
 from m3rl.grpo.loss import LossSettings
+from m3rl.optimizer import OptimizerSettings
 from m3rl.rollout.chat import ChatFormat
 from m3rl.rollout.collect import Collector, SamplingSettings
 from m3rl.rollout.environments import SingleTurn
 from m3rl.rollout.m3_backend import M3Backend
 from m3rl.rollout.m3_replica import ReplicaSettings
 from m3rl.rollout.rewards import RewardPool
-from m3rl.train_rank import OptimizerSettings, RankSettings
+from m3rl.train_rank import RankSettings
 
 
 def rank_settings(config: Config) -> RankSettings:

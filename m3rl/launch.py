@@ -64,8 +64,8 @@ class TrainerRanks:
     ) -> None:
         self.num_ranks = num_ranks
         options = worker_options(num_threads, num_gpus, max_concurrency=8)
-        factory = ray.remote(RankProcess).options(**options)
-        self._actors = [factory.remote(num_threads) for _ in range(num_ranks)]
+        factory: Any = ray.remote(RankProcess).options(**options)
+        self._actors: list[Any] = [factory.remote(num_threads) for _ in range(num_ranks)]
         try:
             address = ray.get(self._actors[0].address.remote(), timeout=start_timeout_s)
             building = [

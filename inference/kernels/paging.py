@@ -17,8 +17,8 @@ from torch import Tensor
 class PagedBatch:
     """The tokens of one engine step and where their keys live.
 
-    Requests with one query token (decodes) come first, then prefill chunks. Rows of `page_table` are
-    padded with -1.
+    Requests with one query token (decodes) come first, then prefill chunks. Rows of `page_table`
+    are padded with -1.
     """
 
     positions_T: Tensor

@@ -35,12 +35,12 @@ def ray_cluster(num_processes: int) -> Iterator[None]:
     if ray.is_initialized():
         raise RuntimeError("Ray is already running in this process; close it before starting a run")
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(logging_level="ERROR", log_to_driver=True)
+        ray.init(logging_level=logging.ERROR, log_to_driver=True)
     else:
         ray.init(
             num_cpus=max(num_processes, os.cpu_count() or 1),
             include_dashboard=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             log_to_driver=True,
             object_store_memory=OBJECT_STORE_BYTES,
         )

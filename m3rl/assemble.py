@@ -103,7 +103,9 @@ class RolloutSide:
         self._config = config
         self._data = data
         self.rewards = RewardPool(config.reward, config.data)
-        self._environment = SingleTurn(chat, self.rewards)
+        self._environment = SingleTurn(
+            chat, self.rewards, partial_credit=config.reward.partial_credit
+        )
         self._chat = chat
         self.backend = M3Backend(replica_settings(config), config.rollout.backend.num_replicas)
 

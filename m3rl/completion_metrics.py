@@ -11,10 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from m3rl.types import Completion, Group
+from m3rl.types import SOLVED, Completion, Group
 
-SOLVED = 1.0
-"""Scorers give partial credit; only this is a solution."""
 REPEATED_NGRAM = 4
 REPEATED_SHARE = 0.5
 

@@ -157,6 +157,8 @@ class RewardConfig(Section):
     """Scorer: the dataset's own, a Python function, or equality with the answer."""
     target: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
     """For kind function: 'package.module:function', called with (payload, completion text)."""
+    partial_credit: Bool = True
+    """False: a score below 1.0 counts as 0 (the scorer's own is kept as the part 'score')."""
     timeout_s: Float = Field(default=5.0, gt=0)
     """Longest time for one completion; then its worker is killed and it counts as a timeout."""
     workers: Int = Field(default=2, ge=1)

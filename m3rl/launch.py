@@ -18,8 +18,16 @@ from m3rl.train_rank import RankSettings, TrainRank
 from m3rl.weight_sync.send import Sender
 
 
+SYNC_THREADS = 8
+"""Calls of a rank's sender that may wait at the same time, one or more for each replica."""
+
+
 class RankProcess:
-    """Body of the actor: finds an address first, builds the rank when all ranks know it."""
+    """Body of the actor: finds an address first, builds the rank when all ranks know it.
+
+    The rank computes on one thread (torch's modes and glibc's memory arenas belong to threads);
+    its sender has threads of its own, since a sync waits for several replicas at once.
+    """
 
     def __init__(self, num_threads: int) -> None:
         import torch
@@ -39,14 +47,19 @@ class RankProcess:
         self._rank = TrainRank(settings, rank, world_size, f"tcp://{address}")
 
     def call(self, method: str, *args: Any) -> Any:
-        """A method of the rank, or of its sender when the name begins with `sync_`."""
+        """A method of the rank."""
         assert self._rank is not None, "build() comes before call()"
-        if not method.startswith("sync_"):
-            return getattr(self._rank, method)(*args)
-        if self._sender is None:
-            self._sender = Sender(
-                self._rank.rank, self._rank.weight_layout(), self._rank.wire_tensor
-            )
+        return getattr(self._rank, method)(*args)
+
+    def make_sender(self) -> None:
+        """Once the rank has weights."""
+        assert self._rank is not None, "build() comes before make_sender()"
+        self._sender = Sender(self._rank.rank, self._rank.weight_layout(), self._rank.wire_tensor)
+
+    @ray.method(concurrency_group="sync")
+    def sync_call(self, method: str, *args: Any) -> Any:
+        """A method of the rank's sender."""
+        assert self._sender is not None, "make_sender() comes before a sync"
         return getattr(self._sender, method)(*args)
 
 
@@ -63,8 +76,8 @@ class TrainerRanks:
         start_timeout_s: float = 120.0,
     ) -> None:
         self.num_ranks = num_ranks
-        options = worker_options(num_threads, num_gpus, max_concurrency=8)
-        factory: Any = ray.remote(RankProcess).options(**options)
+        actor_class: Any = ray.remote(concurrency_groups={"sync": SYNC_THREADS})(RankProcess)
+        factory = actor_class.options(**worker_options(num_threads, num_gpus))
         self._actors: list[Any] = [factory.remote(num_threads) for _ in range(num_ranks)]
         try:
             address = ray.get(self._actors[0].address.remote(), timeout=start_timeout_s)
@@ -79,8 +92,13 @@ class TrainerRanks:
                 "is there room for them on the cluster (`ray status`)?"
             ) from None
 
+    def make_senders(self) -> None:
+        """Ready the ranks for weight syncs, once they have weights."""
+        ray.get([actor.make_sender.remote() for actor in self._actors])
+
     def call(self, rank: int, method: str, *args: Any) -> Future[Any]:
-        return self._actors[rank].call.remote(method, *args).future()
+        """A method of a rank's sender (`SenderGroup`)."""
+        return self._actors[rank].sync_call.remote(method, *args).future()
 
     def one(self, rank: int, method: str, *args: Any) -> Any:
         """Result of a call on one rank, errors as they were raised there."""

@@ -126,6 +126,7 @@ class Trainer:
         progress = Progress(self._config.train.steps, self._step)
         exit_code = 1
         try:
+            self._ranks.make_senders()
             for replica in range(self._backend.num_replicas):
                 self._sync.connect(replica)
             self._sync_weights()

@@ -15,6 +15,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+SOLVED = 1.0
+"""Scorers give partial credit; only this is a solution."""
 RewardStatus = Literal["unscored", "ok", "error", "timeout", "nonfinite"]
 
 

@@ -9,15 +9,17 @@ from collections.abc import Sequence
 
 from m3rl.rollout.chat import ChatFormat
 from m3rl.rollout.rewards import RewardPool
-from m3rl.types import Completion, Prompt
+from m3rl.types import SOLVED, Completion, Prompt
 
 
 class SingleTurn:
     """One user message, one completion, one reward."""
 
-    def __init__(self, chat: ChatFormat, rewards: RewardPool) -> None:
+    def __init__(self, chat: ChatFormat, rewards: RewardPool, *, partial_credit: bool) -> None:
+        """`partial_credit` False: a score below 1.0 is a reward of 0."""
         self._chat = chat
         self._rewards = rewards
+        self._partial_credit = partial_credit
 
     def score(self, pairs: Sequence[tuple[Prompt, Completion]]) -> None:
         """Fill reward, reward_parts and reward_status of each completion.
@@ -42,3 +44,6 @@ class SingleTurn:
             completion.reward = score.value
             completion.reward_parts = score.parts
             completion.reward_status = score.status
+            if score.status == "ok" and not self._partial_credit:
+                completion.reward_parts = {"score": score.value, **score.parts}
+                completion.reward = float(score.value == SOLVED)

@@ -13,6 +13,8 @@ from typing import Any
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Ray runs workers at niceness 15; ours are the job, and starve beside any other load.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray
 

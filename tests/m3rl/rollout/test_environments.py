@@ -6,7 +6,7 @@ import pytest
 from m3rl.config import DataConfig, RewardConfig
 from m3rl.rollout.chat import ChatFormat
 from m3rl.rollout.environments import SingleTurn
-from m3rl.rollout.rewards import RewardPool
+from m3rl.rollout.rewards import RewardPool, Score
 from m3rl.types import Completion, Prompt
 from tests.m3rl.tiny_tokenizer import write_tokenizer
 
@@ -17,7 +17,7 @@ def environment(tmp_path_factory):
     data = DataConfig.model_validate({"train": {"kind": "file", "path": "x.jsonl"}})
     reward = RewardConfig(kind="exact", workers=1, max_error_frac=0.5)
     with RewardPool(reward, data) as rewards:
-        yield SingleTurn(chat, rewards)
+        yield SingleTurn(chat, rewards, partial_credit=True)
 
 
 def pair(ordinal, index, text, reason="stop", answer="cba"):
@@ -77,3 +77,21 @@ def test_a_reward_that_failed_is_not_a_number(environment):
     environment.score([good, bad])
     assert bad[1].reward_status == "error"
     assert math.isnan(bad[1].reward)
+
+
+def test_without_partial_credit_only_a_solution_counts_and_the_score_is_kept():
+    class Scores:
+        def score(self, items):
+            return [Score("ok", 0.67), Score("ok", 1.0, {"a": 1.0}), Score("timeout")]
+
+    class Plain:
+        def answer(self, text):
+            return text
+
+    pairs = [pair(0, i, "cba") for i in range(3)]
+    SingleTurn(Plain(), Scores(), partial_credit=False).score(pairs)
+    assert [c.reward for _, c in pairs[:2]] == [0.0, 1.0]
+    assert pairs[0][1].reward_parts == {"score": 0.67}
+    assert pairs[1][1].reward_parts == {"score": 1.0, "a": 1.0}
+    assert np.isnan(pairs[2][1].reward)
+    assert pairs[2][1].reward_status == "timeout"

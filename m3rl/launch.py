@@ -17,7 +17,6 @@ from m3rl.rollout.placement import put, worker_options
 from m3rl.train_rank import RankSettings, TrainRank
 from m3rl.weight_sync.send import Sender
 
-
 SYNC_THREADS = 8
 """Calls of a rank's sender that may wait at the same time, one or more for each replica."""
 

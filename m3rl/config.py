@@ -65,10 +65,7 @@ class PolicyConfig(Section):
 class OptimizerConfig(Section):
     lr: Float = Field(default=1e-6, gt=0)
     """AdamW's learning rate after the warm-up."""
-    betas: tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]] = (
-        0.9,
-        0.95,
-    )
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's decay of the two moments."""
     eps: Float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""

@@ -95,7 +95,7 @@ def model_config() -> dict[str, Any]:
         "use_gemma_norm": True,
         "attention_output_gate": False,
         # The released 5e6 is for a million positions; here most of the 8 frequencies would be flat.
-        "rope_theta": 10000,
+        "rope_theta": 1000,
         "rotary_dim": HEAD_DIM // 2,
         "partial_rotary_factor": 0.5,
         "hidden_act": "swigluoai",
@@ -123,7 +123,7 @@ def model_config() -> dict[str, Any]:
             "sparse_block_size": 8,
             "sparse_topk_blocks": 4,
             "sparse_init_block": 0,
-            "sparse_local_block": 1,
+            "sparse_local_block": 2,
             "sparse_score_type": "max",
             "sparse_disable_index_value": IS_SPARSE,
         },

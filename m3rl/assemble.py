@@ -12,12 +12,13 @@ from m3rl.data import Data
 from m3rl.grpo.loss import LossSettings
 from m3rl.optimizer import OptimizerSettings
 from m3rl.rollout.chat import ChatFormat
-from m3rl.rollout.collect import Collector, SamplingSettings
+from m3rl.rollout.collect import Collector
 from m3rl.rollout.environments import SingleTurn
 from m3rl.rollout.m3_backend import M3Backend
 from m3rl.rollout.m3_replica import ReplicaSettings
 from m3rl.rollout.rewards import RewardPool
 from m3rl.train_rank import RankSettings
+from m3rl.types import SamplingSettings
 
 
 def rank_settings(config: Config) -> RankSettings:

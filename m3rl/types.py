@@ -38,15 +38,9 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """One completion asked of a generation backend."""
+class SamplingSettings:
+    """How completions are drawn; the same for all requests of a call."""
 
-    request_id: str
-    group_id: str
-    prompt_ordinal: int
-    sample_index: int
-    prompt_ids: np.ndarray
-    seed: int
     temperature: float
     top_p: float
     top_k: int
@@ -57,6 +51,19 @@ class GenerationRequest:
     capture_routing: bool = False
     capture_blocks: bool = False
     use_prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One completion asked of a generation backend."""
+
+    request_id: str
+    group_id: str
+    prompt_ordinal: int
+    sample_index: int
+    prompt_ids: np.ndarray
+    seed: int
+    sampling: SamplingSettings
 
 
 @dataclass(slots=True)

@@ -20,24 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from m3rl.rollout.backend import BackendError, Generated, GenerationBackend
-from m3rl.types import Completion, GenerationRequest, Group, Prompt
+from m3rl.types import Completion, GenerationRequest, Group, Prompt, SamplingSettings
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingSettings:
-    """How completions are drawn; the same for all requests of a call."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    max_tokens: int
-    stop: tuple[str, ...] = ()
-    capture_routing: bool = False
-    capture_blocks: bool = False
-    use_prefix_cache: bool = True
 
 
 @dataclass(slots=True)
@@ -152,15 +137,7 @@ class Collector:
             sample_index=sample_index,
             prompt_ids=prompt.ids,
             seed=sample_seed(self._run_seed, prompt.ordinal, sample_index),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_tokens,
-            stop=sampling.stop,
-            capture_routing=sampling.capture_routing,
-            capture_blocks=sampling.capture_blocks,
-            use_prefix_cache=sampling.use_prefix_cache,
+            sampling=sampling,
         )
 
     def _completion(

@@ -125,16 +125,17 @@ class M3Replica:
     def _submit(self, request: GenerationRequest) -> None:
         from inference.engine.request import Request, SamplingParams
 
+        sampling = request.sampling
         params = SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
-            max_tokens=request.max_tokens,
-            stop=request.stop,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_tokens,
+            stop=sampling.stop,
             seed=request.seed,
-            routing=request.capture_routing,
-            blocks=request.capture_blocks,
+            routing=sampling.capture_routing,
+            blocks=sampling.capture_blocks,
         )
         self.engine.add(
             Request(
@@ -142,7 +143,7 @@ class M3Replica:
                 request.prompt_ids,
                 params,
                 group_id=request.group_id,
-                use_prefix_cache=request.use_prefix_cache,
+                use_prefix_cache=sampling.use_prefix_cache,
             )
         )
         self._waiting[request.request_id] = Future()

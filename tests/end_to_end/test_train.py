@@ -37,7 +37,7 @@ def test_a_run_killed_after_its_second_line_ends_with_the_weights_of_one_never_k
     killed.wait_until(lambda: len(metrics(killed.run_dir)) >= 2, "its second line")
     killed.send(signal.SIGKILL)
     killed.process.wait()
-    assert killed.survivors() == []
+    assert killed.surviving_workers() == []
     again = Run("train", tmp_path / "killed", *options)
     output = again.finish()
     assert "resumed from step" in output

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from m3rl.rollout.backend import BackendError, Generated, GenerationOutcome, ReplicaHealth
-from m3rl.rollout.collect import Collector, SamplingSettings, sample_seed
-from m3rl.types import Completion, GenerationRequest, Prompt
+from m3rl.rollout.collect import Collector, sample_seed
+from m3rl.types import Completion, GenerationRequest, Prompt, SamplingSettings
 
 SAMPLING = SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=4)
 

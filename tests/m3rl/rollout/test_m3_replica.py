@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from m3rl.rollout.m3_replica import M3Replica, ReplicaSettings
-from m3rl.types import GenerationRequest
+from m3rl.types import GenerationRequest, SamplingSettings
 from tests.tiny_models import random_checkpoint, tiny_config
 
 ENGINE = {"num_pages": 256, "max_tokens_per_step": 64}
@@ -27,6 +27,12 @@ def replica(model_path: Path) -> M3Replica:
     return made
 
 
+def sampling(max_tokens: int = 8, stop: tuple[str, ...] = ()) -> SamplingSettings:
+    return SamplingSettings(
+        temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=max_tokens, stop=stop
+    )
+
+
 def request(ordinal: int, index: int = 0, **changes) -> GenerationRequest:
     fields = {
         "request_id": f"{ordinal}.{index}",
@@ -35,11 +41,7 @@ def request(ordinal: int, index: int = 0, **changes) -> GenerationRequest:
         "sample_index": index,
         "prompt_ids": np.arange(1, 12 + ordinal, dtype=np.int32),
         "seed": 100 * ordinal + index,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "max_tokens": 8,
+        "sampling": sampling(),
     }
     return GenerationRequest(**{**fields, **changes})
 
@@ -72,7 +74,7 @@ def test_a_refused_request_takes_back_those_before_it_and_harms_nobody(
     replica: M3Replica,
 ) -> None:
     with pytest.raises(ValueError, match=r"9\.9"):
-        replica.generate([request(0), request(9, 9, max_tokens=10**6)])
+        replica.generate([request(0), request(9, 9, sampling=sampling(10**6))])
     assert [r.request_id for r in replica.generate([request(0)])] == ["0.0"]
     assert replica.health()["failure"] == ""
 

@@ -75,7 +75,8 @@ class TrainerRanks:
         start_timeout_s: float = 120.0,
     ) -> None:
         self.num_ranks = num_ranks
-        actor_class: Any = ray.remote(concurrency_groups={"sync": SYNC_THREADS})(RankProcess)
+        remote: Any = ray.remote  # its annotations leave concurrency_groups out
+        actor_class = remote(concurrency_groups={"sync": SYNC_THREADS})(RankProcess)
         factory = actor_class.options(**worker_options(num_threads, num_gpus))
         self._actors: list[Any] = [factory.remote(num_threads) for _ in range(num_ranks)]
         try:

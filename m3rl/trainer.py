@@ -25,12 +25,14 @@ from m3rl.grpo.batch import batch_metrics, build_batch
 from m3rl.launch import TrainerRanks
 from m3rl.metrics import MetricsWriter, Progress
 from m3rl.report import accuracy_table, choose_samples, sample_table
+from m3rl.rollout.backend import BackendError
 from m3rl.rollout.chat import ChatFormat
 from m3rl.rollout.placement import node_address, ray_cluster
 from m3rl.rollout.records import write_completions
 from m3rl.run_dir import RunDirectory, check_same_model
 from m3rl.stopwatch import Stopwatch
 from m3rl.types import Group, TrainBatch
+from m3rl.weight_sync.errors import SyncError
 from m3rl.weight_sync.sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -109,7 +111,7 @@ class Trainer:
             resume=self._backend.resume,
             host=node_address(),
             timeout_s=config.weight_sync.timeout_s,
-            min_replicas=config.weight_sync.min_replicas,
+            min_replicas=0,  # counted here, after lost ones are brought back
             verify=config.weight_sync.verify,
         )
 
@@ -212,29 +214,44 @@ class Trainer:
 
     def _sync_weights(self) -> dict[str, Any]:
         """Bring every replica to the ranks' version; those that fail are restarted or dropped.
-        `refit/*`."""
-        if self._sync.ready(self._version) == self._backend.alive:  # the update was skipped
+
+        Returns:
+            `refit/*`; empty when they were there already (the update was skipped).
+
+        Raises:
+            SyncError: fewer than weight_sync.min_replicas hold the version in the end.
+        """
+        if self._sync.ready(self._version) == self._backend.alive:
             return {}
         report = self._sync.sync(self._version, self._backend.alive)
         for replica, reason in report.failed.items():
             logger.error("replica %d failed in the weight sync: %s", replica, reason)
             self._heal(replica)
-        return report.metrics()
+        num_ready, needed = len(self._sync.ready(self._version)), self._config.weight_sync
+        if num_ready < needed.min_replicas:
+            raise SyncError(
+                f"{num_ready} replicas hold policy version {self._version}, "
+                f"weight_sync.min_replicas={needed.min_replicas} are needed: {report.failed}"
+            )
+        return report.metrics() | {"fault/sync_failures": float(len(report.failed))}
 
     def _heal(self, replica: int) -> bool:
         """Restart a replica and sync it; dropped for good once the restarts are used up."""
-        if self._restarts_left == 0:
-            logger.error("replica %d is dropped: rollout.backend.max_restarts is used up", replica)
-            self._backend.drop(replica)
-            return False
-        self._restarts_left -= 1
-        self._backend.restart(replica)
-        self._sync.connect(replica, self._backend.receiver(replica))
-        report = self._sync.sync(self._version, [replica])
-        if report.failed:
-            return self._heal(replica)
-        logger.warning("replica %d is back with policy version %d", replica, self._version)
-        return True
+        while self._restarts_left > 0:
+            self._restarts_left -= 1
+            try:
+                self._backend.restart(replica)
+                self._sync.connect(replica, self._backend.receiver(replica))
+                fault = self._sync.sync(self._version, [replica]).failed.get(replica)
+            except (BackendError, SyncError) as error:
+                fault = str(error)
+            if fault is None:
+                logger.warning("replica %d is back with version %d", replica, self._version)
+                return True
+            logger.error("replica %d could not be brought back: %s", replica, fault)
+        logger.error("replica %d is dropped: rollout.backend.max_restarts is used up", replica)
+        self._backend.drop(replica)
+        return False
 
     def _evaluate(self) -> dict[str, float]:
         metrics = self._rollouts.evaluate(self._collector)

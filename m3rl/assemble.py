@@ -10,14 +10,13 @@ from m3rl.completion_metrics import eval_metrics
 from m3rl.config import Config
 from m3rl.data import Data
 from m3rl.grpo.loss import LossSettings
-from m3rl.optimizer import OptimizerSettings
+from m3rl.rank_settings import OptimizerSettings, RankSettings
 from m3rl.rollout.chat import ChatFormat
-from m3rl.rollout.collect import Collector
+from m3rl.rollout.collect import EVALUATION, Collector
 from m3rl.rollout.environments import SingleTurn
 from m3rl.rollout.m3_backend import M3Backend
 from m3rl.rollout.m3_replica import ReplicaSettings
-from m3rl.rollout.rewards import RewardPool
-from m3rl.train_rank import RankSettings
+from m3rl.rollout.rewards import RewardError, RewardPool
 from m3rl.types import SamplingSettings
 
 
@@ -125,11 +124,19 @@ class RolloutSide:
         )
 
     def evaluate(self, collector: Collector) -> dict[str, float]:
-        """`eval/<set>/*` of the current weights on the first eval.num_prompts held-out prompts."""
+        """`eval/<set>/*` of the current weights on the first eval.num_prompts held-out prompts.
+
+        Raises:
+            RewardError: no completion could be scored.
+        """
         assert self._data.eval is not None, "the configuration was checked to have held-out prompts"
         prompts = self._data.eval.first(self._config.eval.num_prompts)
-        groups, _ = collector.collect(prompts, 1, eval_sampling(self._config))
-        return eval_metrics(self._data.eval.environment, groups)
+        groups, _ = collector.collect(prompts, 1, eval_sampling(self._config), stream=EVALUATION)
+        name = self._data.eval.environment
+        metrics = eval_metrics(name, groups)
+        if f"eval/{name}/accuracy" not in metrics:
+            raise RewardError(f"none of {len(prompts)} held-out completions could be scored")
+        return metrics
 
     def close(self) -> None:
         """End all replica and scoring processes."""

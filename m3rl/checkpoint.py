@@ -5,7 +5,11 @@
         ranks/00000.pt         step count and RNGs of each trainer rank
         state.json             what the driver needs to go on
         manifest.json
+    checkpoints/.faulty_step_000013/   set aside when a run went on from an older one
     checkpoints/latest         text: the name of the newest complete checkpoint
+
+`latest` is for people and scripts. A run goes by the numbers and the manifests, since a kill
+between the two renames of a save leaves `latest` one behind.
 
 A checkpoint is written under a temporary name and becomes visible by one rename, after its manifest
 (size and SHA-256 of every file) and all bytes are on disk. A crash at any moment leaves the
@@ -25,6 +29,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from m3rl.errors import M3rlError
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +52,11 @@ MODEL_FILES = (
 """What may lie beside the weights and belongs to the model; copied into every checkpoint."""
 _TEMPORARY = ".writing_"
 _REPLACED = ".replaced_"
+_FAULTY = ".faulty_"
 _STEP = re.compile(r"step_(\d{6,})")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(M3rlError):
     """A checkpoint could not be written, or none can be used."""
 
 
@@ -71,12 +78,14 @@ def save(
     *,
     keep: int,
 ) -> Path:
-    """Write the checkpoint of `step` and delete all but the newest `keep`.
+    """Write the checkpoint of `step` and delete those behind the newest `keep`.
+
+    Checkpoints of later steps, which only a user can have put there, are left alone.
 
     Args:
         write: puts files and folders into the given empty directory; returns when every rank has.
         state: JSON values: everything the driver needs to go on.
-        keep: how many checkpoints remain, this one included; at least 1.
+        keep: how many complete checkpoints remain, this one included; at least 1.
 
     Returns:
         The directory of the checkpoint.
@@ -104,15 +113,15 @@ def save(
         if isinstance(error, OSError) or _is_disk_full(error):
             raise CheckpointError(_write_failure(folder, step, error)) from error
         raise
-    for old in _steps(folder)[keep:]:
-        shutil.rmtree(folder / _name(old))
+    _prune(folder, step, keep)
     return final
 
 
 def find_latest(run_dir: str | Path) -> Checkpoint | None:
     """The newest checkpoint whose every file has the size and hash of its manifest.
 
-    Incomplete ones are passed over with a warning that names the fault.
+    Incomplete newer ones are renamed to `.faulty_step_…` with a warning that names the fault: what
+    is saved from here on is then the newest again.
 
     Returns:
         None when the run has not completed any checkpoint yet.
@@ -126,26 +135,32 @@ def find_latest(run_dir: str | Path) -> Checkpoint | None:
         return None
     for unfinished in sorted(folder.glob(f"{_TEMPORARY}*")):
         logger.warning("%s was never completed (interrupted while saving); ignored", unfinished)
-    faults: list[str] = []
+    faults: dict[Path, str] = {}
     for step in _steps(folder):
         path = folder / _name(step)
         fault = find_fault(path)
         if fault is None:
             if faults:
                 logger.warning("falling back to the checkpoint of step %d: %s", step, path)
+                _set_aside(folder, list(faults), path)
             return Checkpoint(step, path, json.loads((path / STATE).read_text()))
         logger.warning("checkpoint %s is not complete: %s", path, fault)
-        faults.append(f"{path.name}: {fault}")
+        faults[path] = fault
     if faults:
+        listed = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
         raise CheckpointError(
-            f"no checkpoint in {folder} is complete ({'; '.join(faults)}); restore one, or delete "
+            f"no checkpoint in {folder} is complete ({listed}); restore one, or delete "
             "them to start the run from its first step"
         )
     return None
 
 
-def find_fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint directory, or None if every file is as its manifest says."""
+def find_fault(path: Path, *, with_hashes: bool = True) -> str | None:
+    """What is wrong with a checkpoint directory, or None if every file is as its manifest says.
+
+    Args:
+        with_hashes: also read every file; otherwise only look at the sizes.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files: dict[str, dict[str, Any]] = manifest["files"]
@@ -162,9 +177,71 @@ def find_fault(path: Path) -> str | None:
         size = file.stat().st_size
         if size != expected["bytes"]:
             return f"{name} has {size} bytes instead of {expected['bytes']}"
-        if _sha256(file) != expected["sha256"]:
+        if with_hashes and _sha256(file) != expected["sha256"]:
             return f"the content of {name} does not match its hash"
     return None
+
+
+def write_model_directory(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a new directory `path`, all or nothing; an older model there is replaced.
+
+    It is filled under a temporary name beside `path` and renamed. A kill between the two renames
+    leaves the older model as `.replaced_…` until the next call.
+
+    Raises:
+        CheckpointError: `path` holds something that is no part of a model.
+    """
+    path = path.resolve()
+    if foreign := find_foreign(path):
+        raise CheckpointError(f"{path} holds {foreign}, which is no part of a model; it stays")
+    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+    replaced = path.with_name(f"{_REPLACED}{path.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        write(temporary)
+        _sync_tree(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if path.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        path.rename(replaced)
+    temporary.rename(path)
+    _sync_path(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def find_foreign(path: Path) -> str | None:
+    """Name of something in directory `path` that is no part of a model, if there is any."""
+    if path.exists() and not path.is_dir():
+        return "a file"
+    for entry in sorted(path.iterdir()) if path.exists() else ():
+        if entry.name not in MODEL_FILES and ".safetensors" not in entry.suffixes:
+            return entry.name
+    return None
+
+
+def _set_aside(folder: Path, faulty: list[Path], chosen: Path) -> None:
+    """Take `faulty` checkpoints out of the count and name the `chosen` one the latest."""
+    for path in faulty:
+        aside = folder / f"{_FAULTY}{path.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        logger.warning("%s is kept as %s; delete it when you are done with it", path.name, aside)
+    _point_to(chosen)
+    _sync_path(folder)
+
+
+def _prune(folder: Path, step: int, keep: int) -> None:
+    """Delete what is older than the `keep`-th complete checkpoint from `step` down."""
+    num_complete = 0
+    for old in (s for s in _steps(folder) if s <= step):
+        path = folder / _name(old)
+        if num_complete >= keep:
+            shutil.rmtree(path)
+        elif old == step or find_fault(path, with_hashes=False) is None:
+            num_complete += 1
 
 
 def _publish(folder: Path, temporary: Path, step: int) -> Path:
@@ -173,12 +250,16 @@ def _publish(folder: Path, temporary: Path, step: int) -> Path:
     if final.exists():  # the same step again, after a resume from an older checkpoint
         final.rename(replaced)
     temporary.rename(final)
-    pointer = folder / f".{LATEST}"
-    _write_text(pointer, final.name + "\n")
-    pointer.rename(folder / LATEST)
+    _point_to(final)
     _sync_path(folder)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
+
+
+def _point_to(checkpoint: Path) -> None:
+    pointer = checkpoint.with_name(f".{LATEST}")
+    _write_text(pointer, checkpoint.name + "\n")
+    pointer.rename(checkpoint.with_name(LATEST))
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -1,11 +1,13 @@
 """The command `m3rl`: train, rollout, eval, sft, check, doctor.
 
-Exit codes: 0 done, 1 failed, 2 the configuration cannot work, 130 interrupted.
+Exit codes: 0 done, 1 failed (without a traceback where the message says it all), 2 the
+configuration cannot work, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import logging
 import signal
@@ -15,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from m3rl.config import Config, ConfigError
+from m3rl.errors import M3rlError
+
+logger = logging.getLogger(__name__)
 
 RUNS = {
     "train": ("m3rl.trainer:train", "post-train a model with GRPO, or resume a run"),
@@ -35,16 +40,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for library in ("ray", "urllib3", "filelock"):  # theirs is not ours to tell
         logging.getLogger(library).setLevel(logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_is_for_console)
     try:
         code: int = arguments.run(arguments)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
+    except (M3rlError, OSError) as error:
+        # From a Ray worker comes a twin whose text is a traceback; `cause` is what was raised there
+        cause = getattr(error, "cause", None) or error
+        if isinstance(cause, OSError) and cause.errno != errno.ENOSPC:
+            raise
+        logger.debug("what led to the error", exc_info=True)
+        print(f"error: {cause}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:  # clean-up has happened on the way up
         print("interrupted", file=sys.stderr)
         return 130
     return code
+
+
+def _is_for_console(record: logging.LogRecord) -> bool:
+    """Not the traceback that a run directory logs: it is for run.log, here comes the error."""
+    return record.name != "m3rl.run_dir" or record.exc_info is None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -290,7 +290,7 @@ class SFTConfig(Section):
     init: Literal["random", "path"] = "path"
     """Start from random weights of the shape in model.path, or from the weights there."""
     output: Text | None = None
-    """Directory for the trained checkpoint; null: `sft` in the run directory."""
+    """Directory for the trained checkpoint; null: `model` in the run directory."""
     target_accuracy: Annotated[Fraction, Field(gt=0)] | None = None
     """Stop once greedy decoding gets this share of the held-out answers right."""
     eval_every: Int = Field(default=10, ge=1)

@@ -16,6 +16,7 @@ from m3rl.metrics import Progress
 from m3rl.report import choose_samples, sample_table, table
 from m3rl.rollout.chat import ChatFormat
 from m3rl.rollout.collect import Collector
+from m3rl.rollout.heal import Healer
 from m3rl.rollout.placement import ray_cluster
 from m3rl.rollout.records import read_completions, write_completions
 from m3rl.run_dir import RunDirectory
@@ -111,7 +112,6 @@ def _replicas(
     """Replicas that hold a checkpoint from disk, and a collector that restarts lost ones from
     there."""
     path = str(config.find(model_path or config.model.path))
-    restarts_left = config.rollout.backend.max_restarts
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(config.rollout.backend.num_replicas))
         side = RolloutSide(config, chat, data)
@@ -119,15 +119,10 @@ def _replicas(
         side.wait_started()
         side.backend.load(path, 0)
 
-        def heal(replica: int) -> bool:
-            nonlocal restarts_left
-            if restarts_left == 0:
-                logger.error("replica %d is dropped: its restarts are used up", replica)
-                side.backend.drop(replica)
-                return False
-            restarts_left -= 1
-            side.backend.restart(replica)
-            side.backend.load(path, 0, [replica])
-            return True
-
+        heal = Healer(
+            side.backend,
+            bring=lambda replica: side.backend.load(path, 0, [replica]),
+            forget=lambda replica: None,
+            max_restarts=config.rollout.backend.max_restarts,
+        )
         yield side, side.collector(heal)

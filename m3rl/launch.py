@@ -8,14 +8,17 @@ from __future__ import annotations
 import socket
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from m3rl.rank_settings import RankSettings
 from m3rl.rollout.placement import put, worker_options
-from m3rl.train_rank import RankSettings, TrainRank
 from m3rl.weight_sync.send import Sender
+
+if TYPE_CHECKING:
+    from m3rl.train_rank import TrainRank
 
 SYNC_THREADS = 8
 """Calls of a rank's sender that may wait at the same time, one or more for each replica."""
@@ -43,6 +46,8 @@ class RankProcess:
             return f"{host}:{probe.getsockname()[1]}"
 
     def build(self, settings: RankSettings, rank: int, world_size: int, address: str) -> None:
+        from m3rl.train_rank import TrainRank  # transformers, which the driver can do without
+
         self._rank = TrainRank(settings, rank, world_size, f"tcp://{address}")
 
     def call(self, method: str, *args: Any) -> Any:

@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from m3rl.rank_group import RankGroup
+from m3rl.rank_settings import OptimizerSettings
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerSettings:
-    """AdamW with a linear warm-up."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    """Decoupled, on matrices only: norms keep theirs."""
-    grad_clip: float | None
-    """Largest L2 norm of the whole gradient; None: unbounded."""
-    warmup_steps: int
-
-    def lr_at(self, step: int) -> float:
-        """Learning rate of optimizer step `step`, counted from 0."""
-        return self.lr * min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else self.lr
 
 
 class Optimizer:

@@ -24,12 +24,14 @@ from transformers import MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig
 from inference.config import ModelConfig
 from inference.kernels.router import router
 from inference.kernels.tensor_hash import combine, tensor_hash
+from inference.models.weights import CheckpointError as RuntimeCheckpointError
 from inference.models.weights import (
     published_tensors,
     read_checkpoint,
     transformers_placement,
     write_checkpoint,
 )
+from m3rl.checkpoint import CheckpointError
 from m3rl.grpo.logprob import greedy_hits, token_logprobs
 from m3rl.grpo.replay import RecordedRouting, RoutingStats
 from m3rl.types import TensorSlot
@@ -243,17 +245,27 @@ class Policy(nn.Module):
         """Read all weights from a published checkpoint into the FP32 masters.
 
         Raises:
-            CheckpointError: see `inference.models.weights.read_checkpoint`.
-            ValueError: a weight that is not finite.
+            CheckpointError: see `inference.models.weights.read_checkpoint`; or a weight is not
+                finite.
         """
-        for name, tensor in read_checkpoint(path, self.config):
-            if not torch.isfinite(tensor).all():
-                raise ValueError(f"{path}: {name} holds values that are not finite")
-            self._master(name).copy_(tensor)
+        try:
+            for name, tensor in read_checkpoint(path, self.config):
+                if not torch.isfinite(tensor).all():
+                    raise CheckpointError(f"{path}: {name} holds values that are not finite")
+                self._master(name).copy_(tensor)
+        except RuntimeCheckpointError as error:
+            raise CheckpointError(str(error)) from error
 
     def save(self, path: str | Path, dtype: str) -> None:
-        """Write all weights into a directory without any, under published names (see `export`)."""
-        write_checkpoint(path, self.export(dtype), max_shard_bytes=MAX_SHARD_BYTES)
+        """Write all weights into a directory without any, under published names (see `export`).
+
+        Raises:
+            CheckpointError: there are weights already, or a file cannot be written.
+        """
+        try:
+            write_checkpoint(path, self.export(dtype), max_shard_bytes=MAX_SHARD_BYTES)
+        except RuntimeCheckpointError as error:
+            raise CheckpointError(str(error)) from error
 
     @torch.no_grad()
     def init_random(self, seed: int, *, std: float, embedding_std: float, bias_std: float) -> None:

@@ -75,30 +75,34 @@ class RunDirectory:
         return self.path / "rollouts" / f"step_{step:06d}.parquet"
 
     def record_evaluation(self, record: dict[str, Any]) -> None:
-        """Append one evaluation to evals.jsonl unless its (kind, version) is there already."""
-        if self.evaluation(record["set"], record["version"]) is not None:
-            return
-        path = self.path / "evals.jsonl"
-        text = path.read_text() if path.exists() else ""
-        torn = text != "" and not text.endswith("\n")  # a kill in the middle of a line
-        with path.open("a") as file:
-            file.write("\n" * torn + json.dumps(record, sort_keys=True) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Append one evaluation to evals.jsonl unless its (set, version) is there already."""
+        if self.evaluation(record["set"], record["version"]) is None:
+            self._write_evaluations([*self._evaluations(), record])
 
     def evaluation(self, name: str, version: int) -> dict[str, Any] | None:
         """The recorded evaluation of `name` at a policy version, if there is one."""
-        path = self.path / "evals.jsonl"
-        if not path.exists():
-            return None
-        for line in path.read_text().splitlines():
-            try:
-                record: dict[str, Any] = json.loads(line)
-            except json.JSONDecodeError:  # a line cut by a kill; that evaluation is repeated
-                continue
+        for record in self._evaluations():
             if record["set"] == name and record["version"] == version:
                 return record
         return None
+
+    def cut_evaluations(self, step: int) -> None:
+        """Forget evaluations after `step`, which the run makes again; all of them for step 0."""
+        self._write_evaluations([r for r in self._evaluations() if step and r["step"] <= step])
+
+    def _evaluations(self) -> list[dict[str, Any]]:
+        path = self.path / "evals.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def _write_evaluations(self, records: list[dict[str, Any]]) -> None:
+        """Replace the file whole: a kill leaves the old one or the new one."""
+        path = self.path / "evals.jsonl"
+        temporary = path.with_suffix(".jsonl.tmp")
+        with temporary.open("w") as file:
+            file.writelines(json.dumps(record, sort_keys=True) + "\n" for record in records)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
 
     def _claim(self, config: Config, purpose: str) -> None:
         owner = self.path / "command"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,16 @@ def sft(config: Config) -> int:
     """Train on the datasets' own answers for sft.steps, write a model directory, measure it on
     held-out prompts.
 
-    Started again with the same configuration it goes on from its newest checkpoint.
+    Started again with the same configuration it goes on from its newest checkpoint; after its last
+    step it writes the model and measures it again.
     """
     with RunDirectory(config, "sft") as run:
         output = str(config.sft.output or run.path / "model")
+        if foreign := checkpoint.find_foreign(Path(output)):
+            raise ConfigError(
+                f"sft.output: {output} holds {foreign}, which is no part of a model; choose a "
+                "directory of its own"
+            )
         with ExitStack() as stack:
             _train(config, run, output, stack)
         if config.data.eval is not None:
@@ -67,6 +74,8 @@ def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> 
     exit_code = 1
     try:
         is_done = line is not None and _reached_target(config, line)
+        if is_done or step >= config.sft.steps:
+            logger.info("nothing is left to train; the model is written and measured again")
         while step < config.sft.steps and not is_done:
             step += 1
             watch = Stopwatch()

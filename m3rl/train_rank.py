@@ -10,18 +10,16 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from m3rl.checkpoint import MODEL_FILES, CheckpointError
+from m3rl.checkpoint import MODEL_FILES, CheckpointError, write_model_directory
 from m3rl.grpo.batch import micro_batches, shard_rows, sharding_metrics, split_minibatches
 from m3rl.grpo.loss import (
     LossInputs,
     LossOutput,
-    LossSettings,
     LossTotals,
     cross_entropy,
     grpo_loss,
@@ -30,43 +28,15 @@ from m3rl.grpo.loss import (
 from m3rl.grpo.micro import MicroBatch
 from m3rl.grpo.mismatch import mismatch_metrics
 from m3rl.grpo.replay import RecordedRouting, RoutingStats, recorded_routing
-from m3rl.optimizer import Optimizer, OptimizerSettings
+from m3rl.optimizer import Optimizer
 from m3rl.policy import Bounds, Policy
 from m3rl.rank_group import RankGroup, deterministic
+from m3rl.rank_settings import RankSettings
 from m3rl.rank_state import load_rank_state, save_rank_state
 from m3rl.types import TensorSlot, TrainBatch
 
 LossOf = Callable[[MicroBatch, Tensor, Tensor], LossOutput]
 """(micro-batch, logprobs_T, entropy_T) -> its part of the step's loss."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankSettings:
-    """What a trainer rank needs to know; the same on all ranks."""
-
-    loss: LossSettings
-    optimizer: OptimizerSettings
-    dtype: str
-    """'float32' | 'bfloat16': of the weights in the forward pass and on the wire."""
-    attention: str
-    replay_routing: bool
-    micro_batch_tokens: int
-    """Most tokens of one forward pass, padding included."""
-    old_logprobs: Literal["behaviour", "recompute"]
-    """π_old: the engine's log-probabilities, or the trainer's own before the first update."""
-    updates_per_batch: int
-    seed: int
-    num_threads: int
-    timeout_s: float = 600.0
-    """How long a collective waits for the other ranks."""
-
-    def __post_init__(self) -> None:
-        if self.old_logprobs not in ("behaviour", "recompute"):
-            raise ValueError(
-                f"grpo.old_logprobs={self.old_logprobs!r}; use 'behaviour' or 'recompute'"
-            )
-        if self.updates_per_batch < 1:
-            raise ValueError(f"grpo.updates_per_batch={self.updates_per_batch} must be at least 1")
 
 
 @dataclass(slots=True)
@@ -236,7 +206,7 @@ class TrainRank:
         """Write this rank's part of a checkpoint into `path`; rank 0 makes it a model path too."""
         path = Path(path)
         if self.rank == 0:
-            self.save_model(path)
+            self._write_model(path, "float32")
         save_rank_state(
             path, self.rank, self._group.size, self._optimizer.tensors(), self.policy_version
         )
@@ -263,12 +233,14 @@ class TrainRank:
         return self.policy_version
 
     def save_model(self, path: str | Path, dtype: str = "float32") -> None:
-        """Write a directory that can be used as `model.path`: weights, config.json, tokenizer.
+        """Write a directory that can be used as `model.path`, all or nothing, in place of an older.
 
         Args:
             dtype: 'float32' keeps the masters; 'bfloat16' rounds all but the router's tensors.
         """
-        path = Path(path)
+        write_model_directory(Path(path), lambda folder: self._write_model(folder, dtype))
+
+    def _write_model(self, path: Path, dtype: str) -> None:
         self.policy.save(path, dtype)
         for name in MODEL_FILES:
             if (self._model_path / name).exists():

@@ -21,12 +21,13 @@ from m3rl.assemble import RolloutSide, rank_settings, rollout_sampling
 from m3rl.completion_metrics import completion_metrics
 from m3rl.config import Config, ConfigError
 from m3rl.data import PromptStream, load_data
+from m3rl.errors import M3rlError
 from m3rl.grpo.batch import batch_metrics, build_batch
 from m3rl.launch import TrainerRanks
 from m3rl.metrics import MetricsWriter, Progress
 from m3rl.report import accuracy_table, choose_samples, sample_table
-from m3rl.rollout.backend import BackendError
 from m3rl.rollout.chat import ChatFormat
+from m3rl.rollout.heal import Healer
 from m3rl.rollout.placement import node_address, ray_cluster
 from m3rl.rollout.records import write_completions
 from m3rl.run_dir import RunDirectory, check_same_model
@@ -36,6 +37,10 @@ from m3rl.weight_sync.errors import SyncError
 from m3rl.weight_sync.sync import WeightSync
 
 logger = logging.getLogger(__name__)
+
+
+class TrainingError(M3rlError):
+    """The run cannot go on; the message says what to look at."""
 
 
 def train(config: Config) -> int:
@@ -86,7 +91,6 @@ class Trainer:
         self._stream = PromptStream(data.train, seed=config.run.seed, shuffle=config.data.shuffle)
         self._start_processes(chat, data, stack)
         self._sampling = rollout_sampling(config)
-        self._restarts_left = config.rollout.backend.max_restarts
         self._step = self._version = self._skipped = 0
         self._earlier_s = 0.0
         self._began = time.monotonic()
@@ -103,6 +107,12 @@ class Trainer:
         stack.callback(self._ranks.close)
         self._rollouts.wait_started()
         self._backend = self._rollouts.backend
+        self._heal = Healer(
+            self._backend,
+            bring=self._bring,
+            forget=lambda replica: self._sync.forget(replica),
+            max_restarts=config.rollout.backend.max_restarts,
+        )
         self._collector = self._rollouts.collector(self._heal)
         self._sync = WeightSync(
             self._ranks,
@@ -133,7 +143,7 @@ class Trainer:
                 self._sync.connect(replica)
             self._sync_weights()
             if self._config.eval.at_start and self._step == 0:
-                writer.log_apart(0, self._evaluate())
+                writer.log_apart(0, self._evaluate(0))
             while self._step < self._config.train.steps:
                 self._train_step(writer, progress)
             self._finish(writer)
@@ -145,21 +155,39 @@ class Trainer:
     def _restore(self) -> dict[str, Any] | None:
         """Bring ranks and stream to the checkpoint, or to the initial weights; the checkpoint's
         metrics line."""
+        self._run.cut_evaluations(0 if self._found is None else self._found.step)
         if self._found is None:
             self._ranks.all("load_initial", self._model_path)
+            self._initial_hash = self._ranks.one(0, "master_hash")
             logger.info("starting from %s; run directory %s", self._model_path, self._run.path)
             return None
         state = self._found.state
-        self._ranks.all("load_initial", self._model_path)
+        self._initial_hash = state["initial_hash"]
+        self._load_reference()
         self._ranks.all("load", str(self._found.path))
         self._stream.restore(state["stream"])
         self._step, self._version = state["step"], state["version"]
         self._skipped, self._earlier_s = state["skipped_updates"], state["seconds"]
+        self._heal.num_restarts = state["restarts"]
         logger.info("resumed from step %d (%s)", self._step, self._found.path)
         return dict(state["metrics"])
 
+    def _load_reference(self) -> None:
+        """Ranks begin with the run's initial weights where a KL term needs them, else anywhere."""
+        assert self._found is not None, "only a resumed run has a reference to find again"
+        if self._config.grpo.kl.coef == 0:
+            self._ranks.all("load_initial", str(self._found.path))
+            return
+        self._ranks.all("load_initial", self._model_path)
+        if self._ranks.one(0, "master_hash") != self._initial_hash:
+            raise ConfigError(
+                f"model.path={self._model_path}: the weights there are not those that the run "
+                "began with, and grpo.kl.coef > 0 needs them as its reference; restore them"
+            )
+
     def _train_step(self, writer: MetricsWriter, progress: Progress) -> None:
         config, step, watch = self._config, self._step + 1, Stopwatch()
+        restarts_before = self._heal.num_restarts
         with watch("time/data"):
             prompts = self._stream.take(config.rollout.prompts_per_step)
         with watch("time/generate"):
@@ -177,23 +205,26 @@ class Trainer:
         with watch("time/train"):
             record |= self._ranks.all("update", batch)[0]
             record["weights_hash"] = self._ranks.one(0, "master_hash")
-        self._count_skipped(int(record.get("optim/update_skipped", 0)))
+        self._skipped += int(record.get("optim/update_skipped", 0))
         self._version = int(record["policy/version"])
         with watch("time/refit"):
             record |= self._sync_weights()
         record |= self._backend.stats()
         if self._is_eval_step(step):
             with watch("time/validate"):
-                record |= self._evaluate()
+                record |= self._evaluate(step)
         completions = [c for group in groups for c in group.completions]
         write_completions(self._run.rollouts(step), completions)
         self._show_samples(step, groups, writer)
         record |= _throughput(groups, batch, watch)
+        record["fault/worker_restarts"] = float(self._heal.num_restarts - restarts_before)
+        record["data/consumed_prompts"] = float(step * config.rollout.prompts_per_step)
         self._step = step
         if self._is_save_step(step):
             with watch("time/checkpoint"):
                 self._save(record | watch.record())
         writer.log(step, record | watch.record())
+        self._check_skipped()
         progress.update(
             {
                 "reward": record.get("reward/mean", float("nan")),
@@ -215,50 +246,40 @@ class Trainer:
     def _sync_weights(self) -> dict[str, Any]:
         """Bring every replica to the ranks' version; those that fail are restarted or dropped.
 
+        Also when an update was skipped: a sync drops what the engines cached, so that a step begins
+        alike in a resumed process and in one that never stopped.
+
         Returns:
-            `refit/*`; empty when they were there already (the update was skipped).
+            `refit/*` and `fault/sync_failures`.
 
         Raises:
             SyncError: fewer than weight_sync.min_replicas hold the version in the end.
         """
-        if self._sync.ready(self._version) == self._backend.alive:
-            return {}
         report = self._sync.sync(self._version, self._backend.alive)
         for replica, reason in report.failed.items():
             logger.error("replica %d failed in the weight sync: %s", replica, reason)
             self._heal(replica)
-        num_ready, needed = len(self._sync.ready(self._version)), self._config.weight_sync
-        if num_ready < needed.min_replicas:
+        num_ready = len(self._sync.ready(self._version))
+        if num_ready < self._config.weight_sync.min_replicas:
             raise SyncError(
-                f"{num_ready} replicas hold policy version {self._version}, "
-                f"weight_sync.min_replicas={needed.min_replicas} are needed: {report.failed}"
+                f"{num_ready} replicas hold policy version {self._version}; weight_sync."
+                f"min_replicas={self._config.weight_sync.min_replicas} are needed: {report.failed}"
             )
         return report.metrics() | {"fault/sync_failures": float(len(report.failed))}
 
-    def _heal(self, replica: int) -> bool:
-        """Restart a replica and sync it; dropped for good once the restarts are used up."""
-        while self._restarts_left > 0:
-            self._restarts_left -= 1
-            try:
-                self._backend.restart(replica)
-                self._sync.connect(replica, self._backend.receiver(replica))
-                fault = self._sync.sync(self._version, [replica]).failed.get(replica)
-            except (BackendError, SyncError) as error:
-                fault = str(error)
-            if fault is None:
-                logger.warning("replica %d is back with version %d", replica, self._version)
-                return True
-            logger.error("replica %d could not be brought back: %s", replica, fault)
-        logger.error("replica %d is dropped: rollout.backend.max_restarts is used up", replica)
-        self._backend.drop(replica)
-        return False
+    def _bring(self, replica: int) -> None:
+        """Give a fresh replica the current weights."""
+        self._sync.connect(replica, self._backend.receiver(replica))
+        fault = self._sync.sync(self._version, [replica]).failed.get(replica)
+        if fault is not None:
+            raise SyncError(fault)
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, step: int) -> dict[str, float]:
         metrics = self._rollouts.evaluate(self._collector)
         prefix = f"eval/{self._eval_set}/"
         figures = {name.removeprefix(prefix): value for name, value in metrics.items()}
         self._run.record_evaluation(
-            {"set": self._eval_set, "version": self._version, "step": self._step, **figures}
+            {"set": self._eval_set, "version": self._version, "step": step, **figures}
         )
         logger.info(
             "policy version %d: held-out accuracy %.1f %% (%d prompts)",
@@ -277,11 +298,10 @@ class Trainer:
         every = self._config.checkpoint.every
         return step == self._config.train.steps or (every > 0 and step % every == 0)
 
-    def _count_skipped(self, skipped: int) -> None:
-        self._skipped += skipped
+    def _check_skipped(self) -> None:
         limit = self._config.train.max_skipped_updates
         if self._skipped > limit:
-            raise RuntimeError(
+            raise TrainingError(
                 f"{self._skipped} updates were skipped for a loss or gradient that is not finite; "
                 f"train.max_skipped_updates={limit}. Look at optim/grad_norm and policy/ratio_max "
                 f"in {self._run.path}/metrics.jsonl; a lower optimizer.lr is the usual cure"
@@ -293,6 +313,8 @@ class Trainer:
             "version": self._version,
             "stream": self._stream.state(),
             "skipped_updates": self._skipped,
+            "restarts": self._heal.num_restarts,
+            "initial_hash": self._initial_hash,
             "seconds": self._seconds(),
             "metrics": record,
         }
@@ -314,7 +336,7 @@ class Trainer:
     def _finish(self, writer: MetricsWriter) -> None:
         """The final table; the last evaluation is made up for when a kill came before it."""
         if self._config.eval.at_end and not self._run.evaluation(self._eval_set, self._version):
-            writer.log_apart(self._step, self._evaluate())
+            writer.log_apart(self._step, self._evaluate(self._step))
         before = self._run.evaluation(self._eval_set, 0)
         after = self._run.evaluation(self._eval_set, self._version)
         if before is None or after is None:

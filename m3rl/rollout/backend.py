@@ -12,12 +12,13 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from m3rl.errors import M3rlError
 from m3rl.types import FinishReason, GenerationRequest, RemoteReceiver, TensorSlot
 
 PauseMode = Literal["drain", "keep", "recompute"]
 
 
-class BackendError(RuntimeError):
+class BackendError(M3rlError):
     """The pool of replicas cannot do what was asked; the message names the replica and its
     fault."""
 

@@ -30,7 +30,6 @@ class CollectStats:
     """Faults met and mended while collecting; `fault/*` of the step's metrics."""
 
     requeued_samples: int = 0
-    worker_restarts: int = 0
     failed_samples: int = 0
     reward_s: float = 0.0
     failures: dict[int, str] = field(default_factory=dict)
@@ -38,14 +37,19 @@ class CollectStats:
     def metrics(self) -> dict[str, float]:
         return {
             "fault/requeued_samples": float(self.requeued_samples),
-            "fault/worker_restarts": float(self.worker_restarts),
             "fault/failed_samples": float(self.failed_samples),
         }
 
 
-def sample_seed(run_seed: int, prompt_ordinal: int, sample_index: int, turn: int = 0) -> int:
-    """63-bit seed of one turn of one completion (blake2b of the four numbers)."""
-    key = np.array([run_seed, prompt_ordinal, sample_index, turn], "<i8").tobytes()
+TRAINING, EVALUATION = 0, 1
+"""Streams of prompts, each numbered from 0; their random choices are apart."""
+
+
+def sample_seed(
+    run_seed: int, stream: int, prompt_ordinal: int, sample_index: int, turn: int = 0
+) -> int:
+    """63-bit seed of one turn of one completion (blake2b of the five numbers)."""
+    key = np.array([run_seed, stream, prompt_ordinal, sample_index, turn], "<i8").tobytes()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
@@ -78,10 +82,16 @@ class Collector:
         self._timeout_s = timeout_s
 
     def collect(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: SamplingSettings
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: SamplingSettings,
+        *,
+        stream: int = TRAINING,
     ) -> tuple[list[Group], CollectStats]:
-        """Groups in the order of `prompts`, without the completions that failed (counted; maybe
-        none is left).
+        """Groups in the order of `prompts`.
+
+        Completions that were aborted or failed are in their groups, unscored and counted.
 
         Raises:
             BackendError: no replica is left.
@@ -89,7 +99,7 @@ class Collector:
         stats = CollectStats()
         by_ordinal = {prompt.ordinal: prompt for prompt in prompts}
         requests = [
-            self._request(prompt, index, sampling)
+            self._request(prompt, index, sampling, stream)
             for prompt in prompts
             for index in range(group_size)
         ]
@@ -100,11 +110,13 @@ class Collector:
         ]
         usable = [c for c in completions if c.finish_reason in ("stop", "length")]
         stats.failed_samples = len(completions) - len(usable)
+        for error in {g.error for g in generated.values() if g.error}:
+            logger.warning("a completion failed: %s", error)
         begin = time.perf_counter()
         self._score([(by_ordinal[c.prompt_ordinal], c) for c in usable])
         stats.reward_s = time.perf_counter() - begin
         groups = [
-            Group(prompt, [c for c in usable if c.prompt_ordinal == prompt.ordinal])
+            Group(prompt, [c for c in completions if c.prompt_ordinal == prompt.ordinal])
             for prompt in prompts
         ]
         return groups, stats
@@ -121,14 +133,14 @@ class Collector:
             stats.requeued_samples += len(remaining)
             for replica, reason in outcome.failures.items():
                 stats.failures[replica] = reason
-                stats.worker_restarts += int(self._heal(replica))
+                self._heal(replica)
             if remaining and not any(health.is_alive for health in self._backend.health()):
                 reasons = "; ".join(f"replica {r}: {why}" for r, why in stats.failures.items())
                 raise BackendError(f"no replica is left to generate on ({reasons})")
         return generated
 
     def _request(
-        self, prompt: Prompt, sample_index: int, sampling: SamplingSettings
+        self, prompt: Prompt, sample_index: int, sampling: SamplingSettings, stream: int
     ) -> GenerationRequest:
         return GenerationRequest(
             request_id=f"{prompt.ordinal}.{sample_index}",
@@ -136,7 +148,7 @@ class Collector:
             prompt_ordinal=prompt.ordinal,
             sample_index=sample_index,
             prompt_ids=prompt.ids,
-            seed=sample_seed(self._run_seed, prompt.ordinal, sample_index),
+            seed=sample_seed(self._run_seed, stream, prompt.ordinal, sample_index),
             sampling=sampling,
         )
 
@@ -150,7 +162,7 @@ class Collector:
             group_id=request.group_id,
             prompt_ids=prompt.ids,
             completion_ids=result.token_ids,
-            text=self._decode(result.token_ids),
+            text=_cut(self._decode(result.token_ids), request.sampling.stop),
             logprobs=result.logprobs,
             loss_mask=np.ones(len(result.token_ids), np.bool_),
             finish_reason=result.finish_reason,
@@ -159,3 +171,9 @@ class Collector:
             routing=result.routing,
             blocks=result.blocks,
         )
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    """What stands before the stop string that ended the completion."""
+    places = [text.find(string) for string in stop if string in text]
+    return text[: min(places)] if places else text

@@ -23,6 +23,10 @@ from m3rl.types import GenerationRequest, Receiver, RemoteReceiver, TensorSlot
 
 logger = logging.getLogger(__name__)
 
+CALL_TIMEOUT_S = 120.0
+"""Longest wait for a replica to pause, resume or load."""
+STATS_TIMEOUT_S = 5.0
+
 
 class _RemoteReceiver:
     """`RemoteReceiver` over a Ray actor."""
@@ -93,41 +97,42 @@ class M3Backend:
             if share
         }
         outcome = GenerationOutcome()
-        deadline = time.monotonic() + timeout_s
+        watch = _ProgressWatch(timeout_s)
         while pending:
-            done, _ = ray.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
-                break
-            replica = pending.pop(done[0])
-            try:
-                results = ray.get(done[0])
-            except (RayActorError, RayTaskError) as error:
-                self._give_up(replica, shares[replica], outcome, _cause(error))
-                continue
-            outcome.generated.update({result.request_id: result for result in results})
-        for replica in pending.values():
-            reason = f"no answer within rollout.timeout_s={timeout_s:g} s"
-            self._give_up(replica, shares[replica], outcome, reason)
+            done, _ = ray.wait(list(pending), timeout=watch.poll_s)
+            for ref in done:
+                replica = pending.pop(ref)
+                try:
+                    fault = self._take(ref, outcome)
+                except BackendError:
+                    self._abandon(pending, shares)
+                    raise
+                if fault is not None:
+                    self._give_up(replica, shares[replica], outcome, fault)
+            silent = watch.silent({r: self.actor(r).health.remote() for r in pending.values()})
+            for ref in [ref for ref, replica in pending.items() if replica in silent]:
+                replica = pending.pop(ref)
+                reason = f"no progress within rollout.timeout_s={timeout_s:g} s"
+                self._give_up(replica, shares[replica], outcome, reason)
         return outcome
 
     def abort(self, request_ids: Sequence[str]) -> int:
-        return sum(ray.get([self.actor(r).abort.remote(list(request_ids)) for r in self.alive]))
+        return sum(self._ask(self.alive, "abort", list(request_ids)))
 
     def pause(self, mode: PauseMode, replica: int | None = None) -> None:
-        ray.get([self.actor(r).pause.remote(mode) for r in self._selected(replica)])
+        self._ask(self.alive if replica is None else [replica], "pause", mode)
 
     def resume(self, replica: int | None = None) -> None:
-        ray.get([self.actor(r).resume.remote() for r in self._selected(replica)])
+        self._ask(self.alive if replica is None else [replica], "resume")
 
     def weight_layout(self, replica: int) -> list[list[TensorSlot]]:
-        return [ray.get(self.actor(replica).weight_layout.remote())]
+        return self._ask([replica], "weight_layout")
 
     def receiver(self, replica: int) -> RemoteReceiver:
         return _RemoteReceiver(self, replica)
 
     def load(self, path: str, version: int, replicas: Sequence[int] | None = None) -> None:
-        chosen = self.alive if replicas is None else replicas
-        ray.get([self.actor(r).load.remote(path, version) for r in chosen])
+        self._ask(self.alive if replicas is None else replicas, "load", path, version)
 
     def drop(self, replica: int) -> None:
         if self._actors[replica] is not None:
@@ -140,7 +145,17 @@ class M3Backend:
         self._await_start([replica])
 
     def stats(self) -> dict[str, float]:
-        per_replica = ray.get([self.actor(r).stats.remote() for r in self.alive])
+        """Of the replicas that answer; a silent one is found and replaced when it should work."""
+        refs = [self.actor(r).stats.remote() for r in self.alive]
+        done, _ = (
+            ray.wait(refs, num_returns=len(refs), timeout=STATS_TIMEOUT_S) if refs else ([], [])
+        )
+        per_replica = []
+        for ref in done:
+            try:
+                per_replica.append(ray.get(ref))
+            except (RayActorError, RayTaskError) as error:
+                logger.warning("a replica gave no figures: %s", _cause(error))
         return {
             f"engine/{key}": float(np.mean([stats[key] for stats in per_replica]))
             for key in (per_replica[0] if per_replica else {})
@@ -176,8 +191,45 @@ class M3Backend:
         except RayActorError as error:
             raise BackendError(f"a replica could not start: {_cause(error)}") from error
 
-    def _selected(self, replica: int | None) -> list[int]:
-        return self.alive if replica is None else [replica]
+    def _ask(self, replicas: Sequence[int], method: str, *args: Any) -> list[Any]:
+        """Results of a call on each of `replicas`.
+
+        Raises:
+            BackendError: one is gone or silent for CALL_TIMEOUT_S.
+        """
+        refs = [getattr(self.actor(replica), method).remote(*args) for replica in replicas]
+        try:
+            return ray.get(refs, timeout=CALL_TIMEOUT_S)
+        except GetTimeoutError:
+            raise BackendError(
+                f"{method}: replicas {list(replicas)} did not all answer in {CALL_TIMEOUT_S:g} s"
+            ) from None
+        except RayActorError as error:
+            raise BackendError(f"{method}: a replica is gone: {_cause(error)}") from error
+
+    def _abandon(self, pending: dict[Any, int], shares: dict[int, list[GenerationRequest]]) -> None:
+        """End what other replicas still do for a call that failed."""
+        for replica in pending.values():
+            self._ask([replica], "abort", [request.request_id for request in shares[replica]])
+        if pending:
+            ray.wait(list(pending), num_returns=len(pending), timeout=CALL_TIMEOUT_S)
+
+    def _take(self, ref: Any, outcome: GenerationOutcome) -> str | None:
+        """Put the results of one replica into `outcome`; its fault, if it is lost instead.
+
+        Raises:
+            BackendError: a request was refused. It would be by every replica, so none is lost.
+        """
+        try:
+            results = ray.get(ref)
+        except RayTaskError as error:
+            if isinstance(error.cause, ValueError):
+                raise BackendError(f"the runtime refused a request: {error.cause}") from error
+            return _cause(error)
+        except RayActorError as error:
+            return _cause(error)
+        outcome.generated.update({result.request_id: result for result in results})
+        return None
 
     def _give_up(
         self,
@@ -190,6 +242,37 @@ class M3Backend:
         outcome.failures[replica] = reason
         outcome.lost.extend(share)
         self.drop(replica)
+
+
+class _ProgressWatch:
+    """Tells which replicas have not moved for `timeout_s`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.poll_s = min(1.0, timeout_s / 4)
+        self._timeout_s = timeout_s
+        self._began = time.monotonic()
+        self._last: dict[int, tuple[int, float]] = {}
+        """Replica -> (engine steps, when that number was first seen)."""
+
+    def silent(self, asked: dict[int, Any]) -> set[int]:
+        """Replicas of `asked` (replica -> reference to its health) that moved too long ago."""
+        if asked:
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=self.poll_s)
+        now = time.monotonic()
+        for replica, ref in asked.items():
+            progress = _progress(ref)
+            steps, _ = self._last.get(replica, (-1, self._began))
+            if progress is not None and progress != steps:
+                self._last[replica] = (progress, now)
+        return {r for r in asked if now - self._last.get(r, (-1, self._began))[1] > self._timeout_s}
+
+
+def _progress(ref: Any) -> int | None:
+    """Engine steps of a replica; None when it has not answered."""
+    try:
+        return int(ray.get(ref, timeout=0)["progress"])
+    except (GetTimeoutError, RayActorError):  # a death is told by the call that waits for results
+        return None
 
 
 def _cause(error: BaseException) -> str:

@@ -56,6 +56,7 @@ class M3Replica:
         )
         self._waiting: dict[str, Future[RequestOutput]] = {}
         self._receiver: Receiver | None = None
+        self._progress = 0
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
@@ -105,6 +106,7 @@ class M3Replica:
         return {
             "pid": os.getpid(),
             "version": self.engine.version,
+            "progress": self._progress,
             "failure": repr(self._failure) if self._failure is not None else "",
         }
 
@@ -165,6 +167,7 @@ class M3Replica:
                     return
                 if self.engine.has_work:
                     self._deliver(self.engine.step())
+                    self._progress += 1
         except BaseException as error:  # outermost loop of the engine thread: hand the fault on
             self._failure = error
             logger.exception("the engine thread ended")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,7 @@ def ray_cluster(num_processes: int) -> Iterator[None]:
     workers: a worker is limited by its own thread count, so two cores can host a trainer rank and a
         replica.
     """
+    on_terminate = signal.getsignal(signal.SIGTERM)  # Ray puts its own, which cleans up nothing
     if ray.is_initialized():
         raise RuntimeError("Ray is already running in this process; close it before starting a run")
     if os.environ.get("RAY_ADDRESS"):
@@ -46,6 +48,7 @@ def ray_cluster(num_processes: int) -> Iterator[None]:
             log_to_driver=True,
             object_store_memory=OBJECT_STORE_BYTES,
         )
+    signal.signal(signal.SIGTERM, on_terminate)
     try:
         yield
     finally:

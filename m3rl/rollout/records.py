@@ -52,10 +52,13 @@ def write_completions(path: Path, completions: Sequence[Completion]) -> None:
             columns[name].append(value)
     table = pa.table({name: pa.array(columns[name], SCHEMA.field(name).type) for name in columns})
     temporary = path.with_name(f".{path.name}.tmp")
-    pq.write_table(table.cast(SCHEMA), temporary, compression="zstd")
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        pq.write_table(table.cast(SCHEMA), temporary, compression="zstd")
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_completions(path: Path) -> list[Completion]:

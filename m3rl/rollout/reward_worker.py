@@ -96,7 +96,11 @@ def describe(error: BaseException) -> str:
 
 
 def serve(connection: Connection) -> None:
-    """Answer the pool until it closes the connection."""
+    """Answer the pool until it closes the connection.
+
+    Raises:
+        EOFError, ConnectionResetError, BrokenPipeError: it did.
+    """
     kind, argument = connection.recv()
     try:
         scorer = SCORERS[kind](argument)
@@ -105,11 +109,7 @@ def serve(connection: Connection) -> None:
         return
     connection.send(("ready", ""))
     while True:
-        try:
-            items = connection.recv()
-        except EOFError:
-            return
-        for key, payload, text in items:
+        for key, payload, text in connection.recv():
             connection.send((key, *outcome(scorer, payload, text)))
 
 
@@ -123,7 +123,8 @@ def _die_with(parent: int) -> None:
 def main() -> None:
     connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
-    with contextlib.suppress(BrokenPipeError):  # the pool is gone; nobody is left to answer
+    # these are the pipe's (a scorer's own become outcomes): the pool is gone, nobody waits
+    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
         serve(connection)
 
 

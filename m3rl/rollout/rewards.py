@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from m3rl.config import DataConfig, ReasoningGymConfig, RewardConfig
+from m3rl.errors import M3rlError
 from m3rl.types import RewardStatus
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,14 @@ CHUNK_SIZE = 16
 """Items sent to a worker at a time: they hide the round trip and are shared out after a kill."""
 START_TIMEOUT_S = 120.0
 """Longest wait for a scorer's imports."""
+STDERR = 2
+"""Where scorers print to: stdout belongs to the results of the command."""
 
 Item = tuple[dict[str, Any], str]
 """Prompt payload and completion text."""
 
 
-class RewardError(RuntimeError):
+class RewardError(M3rlError):
     """Too many rewards of a call failed, or the scorer cannot start; carries the first cause."""
 
 
@@ -233,6 +236,7 @@ class _Worker:
                 [sys.executable, *module, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=STDERR,
                 env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": _python_path()},
                 start_new_session=True,
             )

@@ -1,7 +1,9 @@
 """What can go wrong in a weight sync; every error has one argument, so it survives pickling."""
 
+from m3rl.errors import M3rlError
 
-class SyncError(RuntimeError):
+
+class SyncError(M3rlError):
     """A weight sync did not do what was asked; the message says where and why."""
 
 

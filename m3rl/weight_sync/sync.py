@@ -57,7 +57,7 @@ class SyncReport:
     """Additive hash of the model's wire bits, free of any sharding; None: not verified."""
 
     def metrics(self) -> dict[str, float | str]:
-        """`refit/*` and `time/refit*` of a training step."""
+        """`refit/*` and `time/refit_transfer` of a training step."""
         stream_s = self.phase_seconds.get("stream", 0.0)
         values: dict[str, float | str] = {
             "refit/version": self.version,
@@ -66,7 +66,7 @@ class SyncReport:
             "refit/checksum_mismatches": self.checksum_mismatches,
             "refit/paused_s": self.paused_s,
             "refit/failed_replicas": len(self.failed),
-            "time/refit": self.seconds,
+            "refit/seconds": self.seconds,
             "time/refit_transfer": stream_s,
         }
         if stream_s > 0:
@@ -187,6 +187,14 @@ class WeightSync:
                 f"{reasons or 'the others were not synced'}"
             )
         return report
+
+    def forget(self, replica: int) -> None:
+        """Leave the group of a replica that is gone for good; it counts nowhere any more."""
+        with self._hold(f"forget({replica})"):
+            one = self._replica(replica)
+            if one.is_connected:
+                one.disconnect()
+            del self._replicas[replica]
 
     def ready(self, version: int) -> list[int]:
         """Replicas that may serve this policy version."""

@@ -1,6 +1,7 @@
 """Rewards with the faults that users' rewards have."""
 
 import time
+import zlib
 
 
 def always_raises(payload: dict, text: str) -> float:
@@ -8,12 +9,12 @@ def always_raises(payload: dict, text: str) -> float:
 
 
 def sometimes(payload: dict, text: str) -> float:
-    """By the answer's last letter in four classes: fine, raising, NaN, hanging."""
-    kind = ord(payload["answer"][-1]) % 8
+    """In four classes, by prompt and completion: fine, raising, NaN, hanging."""
+    kind = zlib.crc32(f"{payload['answer']} {text}".encode()) % 4
     if kind == 1:
         raise RuntimeError("this answer is not for me")
-    if kind == 3:
+    if kind == 2:
         return float("nan")
-    if kind == 5 and text.startswith(("a", "e", "s")):
+    if kind == 3:
         time.sleep(3600)
     return float(len(text)) / 16

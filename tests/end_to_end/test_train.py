@@ -56,18 +56,21 @@ def test_a_run_killed_after_its_second_line_ends_with_the_weights_of_one_never_k
 
 @pytest.mark.timeout(400)
 def test_a_killed_replica_is_replaced_and_the_run_loses_no_sample(tmp_path: Path) -> None:
-    run = Run("train", tmp_path / "run", "train.steps=8", "rollout.backend.num_replicas=2")
+    """The only one, in whatever phase the step is."""
+    run = Run("train", tmp_path / "run", "train.steps=8")
     run.wait_until(lambda: len(metrics(run.run_dir)) >= 2, "its second line")
     run.actors("M3Replica")[0].kill()
     output = run.finish()
     assert "given up" in output or "failed in the weight sync" in output
     lines = metrics(run.run_dir)
     assert len(lines) == 8
+    assert sum(line["fault/worker_restarts"] for line in lines) == 1
+    versions = [0, *(int(line["policy/version"]) for line in lines)]
     for step in range(1, 9):
         completions = read_completions(run.run_dir / f"rollouts/step_{step:06d}.parquet")
         expected = [(4 * (step - 1) + p, i) for p in range(4) for i in range(4)]
         assert [c.sample_id for c in completions] == expected
-        assert {int(c.version_spans[0, 1]) for c in completions} == {step - 1}
+        assert {int(c.version_spans[0, 1]) for c in completions} == {versions[step - 1]}
     assert run.survivors() == []
 
 
@@ -76,7 +79,7 @@ def test_a_killed_replica_is_replaced_and_the_run_loses_no_sample(tmp_path: Path
 def test_an_interrupted_run_leaves_no_process_and_can_go_on(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    run = Run("train", tmp_path / "run", "train.steps=50", "checkpoint.every=1")
+    run = Run("train", tmp_path / "run", "train.steps=5000", "checkpoint.every=1")
     run.wait_until(lambda: len(metrics(run.run_dir)) >= 1, "its first line")
     run.send(number)
     run.finish(expected=code)
@@ -112,35 +115,34 @@ def test_rewards_that_sometimes_raise_hang_or_are_nan_are_counted_and_never_zero
         tmp_path / "run",
         "train.steps=2",
         "reward={kind: function, target: 'tests.end_to_end.faulty_rewards:sometimes', "
-        "timeout_s: 1.0, workers: 2}",
+        "timeout_s: 1.0, workers: 2, max_error_frac: 1.0}",
     )
     run.finish()
+    seen: set[str] = set()
     for step, line in enumerate(metrics(run.run_dir), start=1):
         completions = read_completions(run.run_dir / f"rollouts/step_{step:06d}.parquet")
         status = [c.reward_status for c in completions]
-        assert status.count("ok") > 0
-        assert status.count("timeout") >= 1
-        assert status.count("error") >= 1
-        assert status.count("nonfinite") >= 1
+        seen.update(status)
         failed = (status.count("error") + status.count("nonfinite")) / len(status)
         assert line["reward/verifier_error_frac"] == pytest.approx(failed)
         timeouts = status.count("timeout") / len(status)
         assert line["reward/verifier_timeout_frac"] == pytest.approx(timeouts)
         for completion in completions:
             assert np.isnan(completion.reward) == (completion.reward_status != "ok")
+    assert seen == {"ok", "error", "timeout", "nonfinite"}
 
 
 @pytest.mark.timeout(300)
 def test_a_run_directory_refuses_another_configuration_and_a_second_process(
     tmp_path: Path,
 ) -> None:
-    first = Run("train", tmp_path / "run", "train.steps=50")
+    first = Run("train", tmp_path / "run", "train.steps=5000")
     first.wait_until(lambda: len(metrics(first.run_dir)) >= 1, "its first line")
-    second = Run("train", tmp_path / "run", "train.steps=50")
+    second = Run("train", tmp_path / "run", "train.steps=5000")
     assert "another m3rl process is running in this directory" in second.finish(expected=2)
     first.send(signal.SIGINT)
     first.finish(expected=130)
-    changed = Run("train", tmp_path / "run", "train.steps=50", "optimizer.lr=1e-3")
+    changed = Run("train", tmp_path / "run", "train.steps=50", "optimizer.lr=2e-3")
     output = changed.finish(expected=2)
     assert "optimizer.lr" in output
     assert "another run.dir" in output

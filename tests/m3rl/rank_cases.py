@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from m3rl.grpo.loss import LossSettings
-from m3rl.optimizer import OptimizerSettings
-from m3rl.train_rank import RankSettings, TrainRank
+from m3rl.rank_settings import OptimizerSettings, RankSettings
+from m3rl.train_rank import TrainRank
 from m3rl.types import TrainBatch
 from tests.tiny_models import tiny_config
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors import SafetensorError
 
 from m3rl import checkpoint
-from m3rl.checkpoint import CheckpointError, find_latest, save
+from m3rl.checkpoint import CheckpointError, find_latest, save, write_model_directory
 
 
 def writer(text):
@@ -72,11 +72,51 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, caplog, damage,
     assert "falling back to the checkpoint of step 1" in caplog.text
 
 
+def test_a_faulty_newer_checkpoint_is_set_aside_and_what_is_saved_next_survives(tmp_path):
+    save(tmp_path, 4, writer("abc"), {"at": 4}, keep=2)
+    (save(tmp_path, 6, writer("abc"), {"at": 6}, keep=2) / "optimizer").write_text("xxxxxx")
+    assert find_latest(tmp_path).step == 4
+    assert names(tmp_path) == [".faulty_step_000006", "latest", "step_000004"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_000004\n"
+    save(tmp_path, 5, writer("abc"), {"at": 5}, keep=1)
+    assert find_latest(tmp_path).state == {"at": 5}
+    assert names(tmp_path) == [".faulty_step_000006", "latest", "step_000005"]
+    # A second fault of the same step takes the place of the first.
+    (save(tmp_path, 6, writer("new"), {"at": 6}, keep=2) / "optimizer").unlink()
+    assert find_latest(tmp_path).step == 5
+    assert names(tmp_path) == [".faulty_step_000006", "latest", "step_000005"]
+    faulty = tmp_path / "checkpoints" / ".faulty_step_000006"
+    assert (faulty / "model" / "weights").read_text() == "new"
+
+
+def test_saving_never_deletes_the_step_just_written(tmp_path):
+    save(tmp_path, 4, writer("abc"), {"at": 4}, keep=1)
+    (save(tmp_path, 6, writer("abc"), {"at": 6}, keep=1) / "optimizer").write_text("xxxxxx")
+    save(tmp_path, 5, writer("abc"), {"at": 5}, keep=1)
+    assert find_latest(tmp_path).state == {"at": 5}
+
+
+def test_only_complete_checkpoints_count_as_kept(tmp_path):
+    for step in (1, 2, 3):
+        path = save(tmp_path, step, writer("abc"), {"at": step}, keep=3)
+    os.truncate(path / "optimizer", 2)
+    save(tmp_path, 4, writer("abc"), {"at": 4}, keep=2)
+    assert names(tmp_path) == ["latest", "step_000002", "step_000003", "step_000004"]
+
+
+def test_a_kill_before_the_pointer_moved_does_not_hide_the_newest(tmp_path):
+    save(tmp_path, 1, writer("abc"), {"at": 1}, keep=2)
+    save(tmp_path, 2, writer("abc"), {"at": 2}, keep=2)
+    (tmp_path / "checkpoints" / "latest").write_text("step_000001\n")
+    assert find_latest(tmp_path).step == 2
+
+
 def test_when_no_checkpoint_is_complete_the_run_does_not_start_over_in_silence(tmp_path):
     path = save(tmp_path, 1, writer("abc"), {}, keep=1)
     (path / "optimizer").unlink()
     with pytest.raises(CheckpointError, match="delete them to start the run from its first step"):
         find_latest(tmp_path)
+    assert names(tmp_path) == ["latest", "step_000001"]
 
 
 @pytest.mark.parametrize(
@@ -190,3 +230,69 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path):
     assert outcomes == sorted(outcomes)
     assert outcomes[:11] == [1] * 11
     assert outcomes[-1] == 2
+
+
+def model_writer(text):
+    def write(path):
+        (path / "model.safetensors").write_text(text)
+        (path / "config.json").write_text(text)
+
+    return write
+
+
+def test_a_model_directory_replaces_an_older_or_half_written_one(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "shard-00000.safetensors").write_text("half")
+    (model / "vocab.json").write_text("older")
+    write_model_directory(model, model_writer("new"))
+    assert sorted(p.name for p in model.iterdir()) == ["config.json", "model.safetensors"]
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_model_that_could_not_be_written_leaves_the_older_one(tmp_path):
+    write_model_directory(tmp_path / "model", model_writer("old"))
+
+    def write(path):
+        model_writer("half")(path)
+        raise CheckpointError("no space")
+
+    with pytest.raises(CheckpointError, match="no space"):
+        write_model_directory(tmp_path / "model", write)
+    assert (tmp_path / "model" / "config.json").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_directory_with_other_things_in_it_is_not_replaced(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match=r"holds thesis\.tex, which is no part of a model"):
+        write_model_directory(tmp_path, model_writer("new"))
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    with pytest.raises(CheckpointError, match="holds a file"):
+        write_model_directory(tmp_path / "thesis.tex", model_writer("new"))
+
+
+KILLED_MODEL = KILLED.replace(
+    'checkpoint.save(run_dir, 2, write, {"at": 2}, keep=2)',
+    "checkpoint.write_model_directory(run_dir, write)",
+).replace('("a", "b", "c")', '("config.json", "model.safetensors")')
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_model_or_none_and_the_next_write_goes_through(
+    tmp_path,
+):
+    assert "write_model_directory" in KILLED_MODEL
+    for moment in range(20):
+        folder = tmp_path / str(moment)
+        folder.mkdir()
+        write_model_directory(folder / "model", model_writer("old"))
+        command = [sys.executable, "-c", KILLED_MODEL, folder / "model", str(moment)]
+        code = subprocess.run(command).returncode
+        model = folder / "model" if (folder / "model").exists() else folder / ".replaced_model"
+        assert sorted(p.name for p in model.iterdir()) == ["config.json", "model.safetensors"]
+        assert len({p.read_text() == "old" for p in model.iterdir()}) == 1
+        write_model_directory(folder / "model", model_writer("next"))
+        assert [p.name for p in folder.iterdir()] == ["model"]
+        if code == 0:
+            break
+    assert (code, moment) == (0, 8)  # two files, three syncs, two renames, the folder's sync

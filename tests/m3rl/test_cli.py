@@ -1,13 +1,20 @@
+import errno
 import logging
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
+from ray.exceptions import RayTaskError
 
+from m3rl.checkpoint import CheckpointError
 from m3rl.cli import RUNS, main
+from m3rl.rollout.backend import BackendError
+from m3rl.rollout.rewards import RewardError
+from m3rl.weight_sync.errors import NotReadyError, SyncError
 from tests.m3rl.run_files import settings, write_model
 
 ROOT = Path(__file__).parents[2]
@@ -94,13 +101,75 @@ def test_ctrl_c_ends_with_130(file, runs, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_other_errors_keep_their_traceback(file, runs):
-    def broken():
-        raise RuntimeError("a fault of ours")
+EXPECTED = [
+    CheckpointError("the disk is full"),
+    BackendError("no replica is left"),
+    SyncError("0 replicas hold version 3"),
+    NotReadyError("too few replicas"),
+    RewardError("9 of 9 rewards failed"),
+    OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl"),
+]
 
-    runs.outcome = broken
-    with pytest.raises(RuntimeError, match="a fault of ours"):
+
+def raising(error):
+    def run():
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("error", EXPECTED, ids=lambda error: type(error).__name__)
+def test_an_expected_failure_ends_with_1_and_its_message_alone(file, runs, capsys, error):
+    runs.outcome = raising(error)
+    assert main(["train", file]) == 1
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_an_expected_failure_of_a_ray_worker_is_told_without_the_traceback_from_there(
+    file, runs, capsys
+):
+    error = RayTaskError("save", "a traceback\nof many lines", CheckpointError("the disk is full"))
+    runs.outcome = raising(error.as_instanceof_cause())
+    assert main(["train", file]) == 1
+    assert capsys.readouterr().err == "error: the disk is full\n"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a fault of ours"), PermissionError(13, "no")])
+def test_other_errors_keep_their_traceback(file, runs, error):
+    runs.outcome = raising(error)
+    with pytest.raises(type(error)) as caught:
         main(["train", file])
+    assert caught.value is error
+
+
+def test_the_traceback_of_an_expected_failure_is_in_the_run_log_and_not_on_the_console(
+    file, tmp_path
+):
+    program = """
+        import sys, types
+        from m3rl.cli import main
+        from m3rl.errors import M3rlError
+        from m3rl.run_dir import RunDirectory
+
+        def train(config):
+            with RunDirectory(config, "train"):
+                raise M3rlError("this is all there is to say")
+
+        sys.modules["m3rl.trainer"] = types.SimpleNamespace(train=train)
+        sys.exit(main(["train", sys.argv[1]]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), file],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("error: this is all there is to say\n")
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in (tmp_path / "run" / "run.log").read_text()
 
 
 def test_check_looks_at_every_file_also_after_one_that_fails(file, tmp_path, capsys):

@@ -9,6 +9,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 import m3rl.policy
 from inference.kernels.tensor_hash import combine, tensor_hash
 from inference.models.weights import published_tensors, write_checkpoint
+from m3rl.checkpoint import CheckpointError
 from m3rl.grpo.replay import RoutingStats, recorded_routing
 from m3rl.policy import Policy
 from tests.tiny_models import model_config, random_checkpoint, tiny_config, transformers_model
@@ -342,8 +343,16 @@ def test_a_checkpoint_with_values_that_are_not_finite_is_refused(tmp_path):
     tensors["lm_head.weight"][3, 3] = torch.inf
     write_checkpoint(tmp_path / "bad", tensors.items(), max_shard_bytes=1 << 30)
     policy = Policy(model_config(CONFIG), dtype="float32", attention="sdpa", replay_routing=False)
-    with pytest.raises(ValueError, match=r"lm_head\.weight holds values that are not finite"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight holds values that are not finite"):
         policy.load(tmp_path / "bad")
+
+
+def test_the_runtimes_refusals_of_a_checkpoint_are_m3rls(checkpoint, tmp_path):
+    policy = make(checkpoint)
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        policy.load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"already holds model\.safetensors"):
+        policy.save(checkpoint[0], "float32")
 
 
 def test_random_weights_are_a_function_of_the_seed_and_leave_the_generator_alone(policy):

@@ -54,16 +54,22 @@ def test_a_second_holder_is_refused_while_the_first_lives(tmp_path: Path) -> Non
         pass
 
 
-def test_evaluations_are_kept_once_and_survive_a_half_written_line(tmp_path: Path) -> None:
+def test_evaluations_are_kept_once_and_cut_where_the_run_goes_on(tmp_path: Path) -> None:
+    def record(version: int, accuracy: float) -> dict:
+        return {"set": "a", "version": version, "step": version, "accuracy": accuracy}
+
     with RunDirectory(config(tmp_path), "train") as run:
-        run.record_evaluation({"set": "a", "version": 0, "accuracy": 0.25})
-        run.record_evaluation({"set": "a", "version": 0, "accuracy": 0.99})
-        with (run.path / "evals.jsonl").open("a") as file:
-            file.write('{"set": "a", "vers')
-        run.record_evaluation({"set": "a", "version": 5, "accuracy": 0.5})
-        assert run.evaluation("a", 0) == {"set": "a", "version": 0, "accuracy": 0.25}
-        assert run.evaluation("a", 5) == {"set": "a", "version": 5, "accuracy": 0.5}
+        run.record_evaluation(record(0, 0.25))
+        run.record_evaluation(record(0, 0.99))
+        run.record_evaluation(record(5, 0.5))
+        assert run.evaluation("a", 0) == record(0, 0.25)
+        assert run.evaluation("a", 5) == record(5, 0.5)
         assert run.evaluation("b", 0) is None
+        run.cut_evaluations(4)
+        assert run.evaluation("a", 0) == record(0, 0.25)
+        assert run.evaluation("a", 5) is None
+        run.cut_evaluations(0)  # begun anew, perhaps with other weights: nothing of it holds
+        assert run.evaluation("a", 0) is None
 
 
 def test_a_changed_model_config_is_refused_with_the_key_and_both_values(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import sys
 import textwrap
 import threading
 import time
+from multiprocessing.connection import Pipe
 from pathlib import Path
 
 import pytest
 
 from m3rl.config import DataConfig, RewardConfig
+from m3rl.rollout.placement import ray_cluster
 from m3rl.rollout.reward_worker import NAN, dataset_key, outcome
 from m3rl.rollout.rewards import RewardError, RewardPool
 
@@ -39,6 +41,9 @@ def score(payload, text):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
         open(payload["file"], "w").write(str(child.pid))
         time.sleep(3600)
+    if text == "print":
+        print("a word of the scorer", flush=True)
+        os.write(1, b"another one")
     if text == "pid":
         return os.getpid()
     return float(text == payload["answer"])
@@ -178,6 +183,79 @@ def test_workers_end_with_their_parent_even_while_a_scorer_hangs(tmp_path):
     )
     assert ended.returncode == 1, ended.stderr
     wait_until_gone(int(ended.stdout))
+
+
+def test_what_a_scorer_prints_does_not_mix_with_the_results_on_stdout(tmp_path):
+    (tmp_path / "my_scorers.py").write_text(textwrap.dedent(SCORERS))
+    program = f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from tests.m3rl.rollout.test_rewards import DATA, RewardConfig, RewardPool, items
+        with RewardPool(
+            RewardConfig(kind="function", target="my_scorers:score", workers=1), DATA
+        ) as pool:
+            pool.score(items("print"))
+        print("the result")
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout == "the result\n"
+    assert "a word of the scorer" in ended.stderr
+    assert "another one" in ended.stderr
+
+
+@pytest.mark.parametrize("moment", ["before the scorer", "unread answer", "waiting for items"])
+def test_a_worker_whose_pool_is_gone_ends_without_a_word(moment):
+    ours, theirs = Pipe()
+    with theirs:
+        worker = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "m3rl.rollout.reward_worker"),
+                *(str(theirs.fileno()), str(os.getpid())),
+            ],
+            pass_fds=[theirs.fileno()],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[3],
+        )
+    if moment != "before the scorer":
+        ours.send(("exact", None))
+        assert ours.poll(30)  # its 'ready' has come; closing with it unread resets the connection
+    if moment == "waiting for items":
+        assert ours.recv() == ("ready", "")
+    ours.close()
+    _, errors = worker.communicate(timeout=30)
+    assert (errors, worker.returncode) == ("", 0)
+
+
+# BR-079
+@pytest.mark.timeout(120)
+def test_scoring_works_from_a_ray_actor(tmp_path):
+    import ray
+
+    (tmp_path / "my_scorers.py").write_text(textwrap.dedent(SCORERS))
+
+    class Actor:
+        def score(self, texts):
+            sys.path.insert(0, str(tmp_path))
+            reward = RewardConfig(kind="function", target="my_scorers:score", workers=1)
+            with RewardPool(reward, DATA) as scoring:
+                scores = scoring.score([({"answer": "yes"}, text) for text in texts])
+            return [(s.status, s.value) for s in scores]
+
+    with ray_cluster(1):
+        actor = ray.remote(Actor).remote()
+        scores = ray.get(actor.score.remote(["yes", "no", "raise"]), timeout=60)
+        assert scores[:2] == [("ok", 1.0), ("ok", 0.0)]
+        assert scores[2][0] == "error"
+        assert math.isnan(scores[2][1])
+        with pytest.raises(RewardError, match="2 of 3 rewards failed"):
+            ray.get(actor.score.remote(["yes", "raise", "raise"]), timeout=60)
 
 
 def test_the_dataset_scorer_is_the_generators_own_with_partial_credit(pool):

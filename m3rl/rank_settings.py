@@ -1,0 +1,55 @@
+"""What trainer ranks are told; without transformers, which the driver has no use for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from m3rl.grpo.loss import LossSettings
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """AdamW with a linear warm-up."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    """Decoupled, on matrices only: norms keep theirs."""
+    grad_clip: float | None
+    """Largest L2 norm of the whole gradient; None: unbounded."""
+    warmup_steps: int
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of optimizer step `step`, counted from 0."""
+        return self.lr * min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else self.lr
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """What a trainer rank needs to know; the same on all ranks."""
+
+    loss: LossSettings
+    optimizer: OptimizerSettings
+    dtype: str
+    """'float32' | 'bfloat16': of the weights in the forward pass and on the wire."""
+    attention: str
+    replay_routing: bool
+    micro_batch_tokens: int
+    """Most tokens of one forward pass, padding included."""
+    old_logprobs: Literal["behaviour", "recompute"]
+    """π_old: the engine's log-probabilities, or the trainer's own before the first update."""
+    updates_per_batch: int
+    seed: int
+    num_threads: int
+    timeout_s: float = 600.0
+    """How long a collective waits for the other ranks."""
+
+    def __post_init__(self) -> None:
+        if self.old_logprobs not in ("behaviour", "recompute"):
+            raise ValueError(
+                f"grpo.old_logprobs={self.old_logprobs!r}; use 'behaviour' or 'recompute'"
+            )
+        if self.updates_per_batch < 1:
+            raise ValueError(f"grpo.updates_per_batch={self.updates_per_batch} must be at least 1")

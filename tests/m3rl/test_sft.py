@@ -1,0 +1,89 @@
+"""The warm start around its ranks: what it writes, and that it may be started again."""
+
+from contextlib import nullcontext
+
+import pytest
+
+from m3rl import sft
+from m3rl.config import ConfigError
+from m3rl.train_rank import TrainRank
+from tests.m3rl.run_files import config, write_model
+
+
+class OneRank:
+    """`launch.TrainerRanks` without processes; dies before a save of the model when asked to."""
+
+    dies = False
+
+    def __init__(self, settings, num_ranks, *, num_threads):
+        self._rank = TrainRank(settings, 0, 1)
+
+    def one(self, rank, method, *args):
+        if method == "save_model" and self.dies:
+            raise RuntimeError("killed")
+        return getattr(self._rank, method)(*args)
+
+    def all(self, method, *args):
+        return [getattr(self._rank, method)(*args)]
+
+    def save(self, path):
+        self._rank.save(path)
+
+    def close(self):
+        self._rank.close()
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """Two steps from random weights; the accuracy is that of a measurement that is not made."""
+    write_model(tmp_path / "model")
+    monkeypatch.setattr(sft, "TrainerRanks", OneRank)
+    monkeypatch.setattr(sft, "ray_cluster", lambda _: nullcontext())
+    monkeypatch.setattr(sft, "measure", lambda config, path: {"eval/spell_backward/accuracy": 0.25})
+    return config(
+        tmp_path,
+        sft={"init": "random", "steps": 2, "batch_size": 2},
+        logging={"wandb": {"mode": "disabled"}},
+    )
+
+
+def model_files(tmp_path):
+    return {p.name: p.read_bytes() for p in (tmp_path / "run" / "model").iterdir()}
+
+
+def test_a_finished_warm_start_may_be_started_again_and_tells_its_accuracy_again(
+    settings, tmp_path, capsys
+):
+    assert sft.sft(settings) == 0
+    told, made = capsys.readouterr().out, model_files(tmp_path)
+    assert f"held-out accuracy 25.0 %; model: {tmp_path}/run/model" in told
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= made.keys()
+    assert sft.sft(settings) == 0
+    assert capsys.readouterr().out == told
+    assert model_files(tmp_path) == made
+
+
+def test_a_warm_start_killed_before_its_model_was_whole_makes_it_from_the_checkpoint(
+    settings, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(OneRank, "dies", True)
+    with pytest.raises(RuntimeError, match="killed"):
+        sft.sft(settings)
+    (tmp_path / "run" / "model").mkdir()
+    (tmp_path / "run" / "model" / "shard-00000.safetensors").write_text("half")
+    monkeypatch.setattr(OneRank, "dies", False)
+    assert sft.sft(settings) == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000002" / "model.safetensors"
+    assert model_files(tmp_path)["model.safetensors"] == checkpoint.read_bytes()
+    assert "shard-00000.safetensors" not in model_files(tmp_path)
+
+
+def test_an_output_directory_with_other_things_in_it_is_refused_before_the_first_step(
+    settings, tmp_path
+):
+    output = tmp_path / "run" / "model"
+    output.mkdir(parents=True)
+    (output / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"sft\.output: .*holds notes\.txt"):
+        sft.sft(settings)
+    assert not (tmp_path / "run" / "checkpoints").exists()

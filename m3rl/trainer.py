@@ -224,7 +224,7 @@ class Trainer:
             with watch("time/checkpoint"):
                 self._save(record | watch.record())
         writer.log(step, record | watch.record())
-        self._check_skipped()
+        self._check_health(record)
         progress.update(
             {
                 "reward": record.get("reward/mean", float("nan")),
@@ -298,13 +298,21 @@ class Trainer:
         every = self._config.checkpoint.every
         return step == self._config.train.steps or (every > 0 and step % every == 0)
 
-    def _check_skipped(self) -> None:
-        limit = self._config.train.max_skipped_updates
-        if self._skipped > limit:
+    def _check_health(self, record: dict[str, Any]) -> None:
+        """Stop a run whose numbers cannot be trusted; what tells so is in its last line."""
+        options, where = self._config.train, self._run.path / "metrics.jsonl"
+        if self._skipped > options.max_skipped_updates:
             raise TrainingError(
                 f"{self._skipped} updates were skipped for a loss or gradient that is not finite; "
-                f"train.max_skipped_updates={limit}. Look at optim/grad_norm and policy/ratio_max "
-                f"in {self._run.path}/metrics.jsonl; a lower optimizer.lr is the usual cure"
+                f"train.max_skipped_updates={options.max_skipped_updates}. Look at optim/grad_norm "
+                f"and policy/ratio_max in {where}; a lower optimizer.lr is the usual cure"
+            )
+        mismatch = record.get("mismatch/logprob_abs_diff_mean", 0.0)
+        if options.max_mismatch is not None and mismatch > options.max_mismatch:
+            raise TrainingError(
+                f"trainer and runtime differ by {mismatch:.3g} on average in the log-probability "
+                f"of the same tokens at the same weights; train.max_mismatch={options.max_mismatch}"
+                f". Look at mismatch/* and m3/router_agreement in {where}"
             )
 
     def _save(self, record: dict[str, Any]) -> None:

@@ -173,6 +173,7 @@ REFUSED = {
 }
 
 
+# BR-057, BR-067
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_config_that_cannot_be_run_is_refused_with_its_place(case):
     config, message = REFUSED[case]
@@ -180,6 +181,7 @@ def test_a_config_that_cannot_be_run_is_refused_with_its_place(case):
         ModelConfig.from_dict(config, source="some/config.json")
 
 
+# BR-057
 def test_sparse_attention_switched_off_is_refused_even_with_its_numbers():
     config = released_config()
     config["text_config"]["sparse_attention_config"]["use_sparse_attention"] = False

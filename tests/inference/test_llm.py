@@ -56,6 +56,7 @@ def test_stop_strings_work_from_text(llm):
     assert cut.text == whole.text[: whole.text.index(whole.text[3:5])]
 
 
+# BR-025
 def test_one_seed_for_equal_prompts_gives_different_completions_that_repeat(llm):
     params = SamplingParams(max_tokens=12, seed=7, ignore_eos=True)
     first = llm.generate([prompt(5)] * 8, params)
@@ -68,6 +69,7 @@ def test_one_seed_for_equal_prompts_gives_different_completions_that_repeat(llm)
     assert llm.generate([prompt(5)], alone)[0].token_ids.tolist() == list(ids[5])
 
 
+# BR-025
 def test_no_seed_gives_another_completion_each_time(llm):
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     ids = {

@@ -54,6 +54,7 @@ def test_only_the_newest_are_kept(tmp_path):
     assert find_latest(tmp_path).step == 10
 
 
+# BR-049
 @pytest.mark.parametrize(
     ("damage", "fault"),
     [
@@ -72,6 +73,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, caplog, damage,
     assert "falling back to the checkpoint of step 1" in caplog.text
 
 
+# BR-049
 def test_a_faulty_newer_checkpoint_is_set_aside_and_what_is_saved_next_survives(tmp_path):
     save(tmp_path, 4, writer("abc"), {"at": 4}, keep=2)
     (save(tmp_path, 6, writer("abc"), {"at": 6}, keep=2) / "optimizer").write_text("xxxxxx")
@@ -111,6 +113,7 @@ def test_a_kill_before_the_pointer_moved_does_not_hide_the_newest(tmp_path):
     assert find_latest(tmp_path).step == 2
 
 
+# BR-049
 def test_when_no_checkpoint_is_complete_the_run_does_not_start_over_in_silence(tmp_path):
     path = save(tmp_path, 1, writer("abc"), {}, keep=1)
     (path / "optimizer").unlink()
@@ -210,6 +213,7 @@ KILLED = textwrap.dedent(
 )
 
 
+# BR-049
 def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path):
     # Moments: three files, state, manifest, six syncs, rename, pointer and its rename, last sync.
     outcomes = []

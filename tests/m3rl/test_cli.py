@@ -70,6 +70,7 @@ def test_the_exit_code_is_the_functions(file, runs):
     assert main(["train", file]) == 1
 
 
+# BR-054
 @pytest.mark.parametrize("word", ["lerning_rate=1", "num-epochs=2", "lr=1", "optimizer.lr=abc"])
 def test_a_mistake_in_a_setting_ends_with_2_and_no_traceback(file, runs, capsys, word):
     assert main(["train", file, word]) == 2

@@ -15,6 +15,7 @@ from tests.m3rl.completions import completion, group, group_of_rewards
 NAN = float("nan")
 
 
+# BR-041
 def test_length_statistics_count_tokens_and_not_the_mask():
     whole = completion(4)
     cut = completion(8, finish_reason="length", loss_mask=np.zeros(8, np.bool_))
@@ -28,6 +29,7 @@ def test_length_statistics_count_tokens_and_not_the_mask():
     assert got["gen/loss_tokens"] == 4
 
 
+# BR-041
 def test_a_tool_mask_changes_the_loss_tokens_only():
     plain = generation_metrics([completion(4)])
     masked = completion(4, loss_mask=np.array([True, False, False, True]))
@@ -61,6 +63,7 @@ def test_reward_statistics_by_hand():
     assert got["reward/by_env/b/mean"] == 0.5
 
 
+# BR-079
 def test_failed_scores_enter_no_mean_and_have_shares_of_their_own():
     failed = [
         completion(reward=NAN, reward_status=status) for status in ("error", "nonfinite", "timeout")
@@ -72,6 +75,7 @@ def test_failed_scores_enter_no_mean_and_have_shares_of_their_own():
     assert got["reward/solve_all_frac"] == 1.0
 
 
+# BR-079
 def test_where_every_score_failed_there_is_no_mean_instead_of_a_zero():
     got = reward_metrics([group(completion(reward=NAN, reward_status="error"))])
     assert got == {"reward/verifier_error_frac": 1.0, "reward/verifier_timeout_frac": 0.0}

@@ -21,6 +21,7 @@ def refusal(folder: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
+# BR-054
 @pytest.mark.parametrize(
     ("word", "said"),
     [
@@ -38,6 +39,7 @@ def test_an_unknown_key_is_refused_at_any_depth_with_the_nearest_known_one(tmp_p
         load(tmp_path, word)
 
 
+# BR-054
 @pytest.mark.parametrize(
     "word",
     [
@@ -73,6 +75,7 @@ def test_group_size_one_says_what_a_group_is_for(tmp_path):
     assert "Completions per prompt" in refusal(tmp_path, "rollout.group_size=1")
 
 
+# BR-054
 def test_numbers_that_yaml_reads_as_strings_are_numbers(tmp_path):
     assert yaml.safe_load("1e-6") == "1e-6"
     assert load(tmp_path, "optimizer.lr=1e-6").optimizer.lr == 1e-6
@@ -113,6 +116,7 @@ def test_a_missing_file_is_told_with_its_neighbour(tmp_path):
         Config.load(tmp_path / "tny.yaml")
 
 
+# BR-056
 def test_defaults_merge_deeply_and_the_nearer_file_wins(tmp_path):
     (tmp_path / "far.yaml").write_text("a: {x: 1, y: 1, z: 1}\nl: [1, 2]\n")
     (tmp_path / "near.yaml").write_text("defaults: far.yaml\na: {y: 2, z: 2}\nl: [3]\n")
@@ -139,6 +143,7 @@ def test_defaults_that_go_round_in_a_circle_are_refused(tmp_path):
         read_config_file(tmp_path / "a.yaml")
 
 
+# BR-056
 def test_the_resolved_configuration_loads_to_an_equal_one_and_tells_origins(tmp_path):
     first = load(tmp_path, "rollout.stop=['#', 'a: b', \"\\n\"]", "optimizer.lr=3e-7")
     text = first.resolved_yaml()

@@ -30,6 +30,7 @@ def taken(prompt_stream, n):
     return [prompt.text for prompt in prompt_stream.take(n)]
 
 
+# BR-044
 @pytest.mark.parametrize("stop", range(0, 13))
 def test_a_resumed_stream_equals_the_straight_one_also_over_epoch_borders(stop):
     straight = stream()
@@ -51,6 +52,7 @@ def test_each_epoch_has_every_prompt_once_in_an_order_of_its_own():
     assert taken(stream(), 10) == epochs[0]
 
 
+# BR-045
 def test_resuming_at_the_very_end_of_an_epoch_goes_on_with_the_next_one():
     straight = stream(6)
     expected = taken(straight, 12)
@@ -73,6 +75,7 @@ def test_ordinals_count_up_from_zero_and_are_never_reused():
     assert numbered.epoch == 11 / 4
 
 
+# BR-047
 def test_prompts_generated_ahead_and_not_trained_come_again_and_each_is_trained_once():
     ahead = stream(8)
     generated = ahead.take(4)
@@ -112,6 +115,7 @@ def rows(*questions):
     return [{"question": q, "answer": q[::-1], "level": i} for i, q in enumerate(questions)]
 
 
+# BR-092
 def test_a_prompt_carries_the_very_ids_that_were_checked_and_the_whole_row(tmp_path, chat):
     data = load_data(file_config(tmp_path, rows("abc", "de")), chat)
     [first, second] = PromptStream(data.train, seed=0, shuffle=False).take(2)
@@ -149,6 +153,7 @@ def test_train_that_is_all_held_out_is_refused(tmp_path, chat):
         load_data(file_config(tmp_path, rows("a", "b"), rows("b", "a")), chat)
 
 
+# BR-092
 def test_prompts_of_7_8_and_9_tokens_with_a_limit_of_8(tmp_path, chat):
     limit = PROMPT_OVERHEAD + 8
     wide = rows("a" * 7, "a" * 8, "a" * 9)

@@ -125,6 +125,7 @@ def server(monkeypatch):
     return fake
 
 
+# BR-052
 def test_no_point_is_lost_over_three_resumptions_from_older_checkpoints(tmp_path, server):
     offline = WandbConfig(mode="offline")
     sent = []
@@ -144,6 +145,7 @@ def test_no_point_is_lost_over_three_resumptions_from_older_checkpoints(tmp_path
     assert steps(tmp_path) == list(range(1, 11))
 
 
+# BR-052
 def test_a_line_lost_by_the_kill_reaches_wandb_too(tmp_path, server):
     offline = WandbConfig(mode="offline")
     MetricsWriter(tmp_path, CONFIG, offline).log(1, {"v": 1})

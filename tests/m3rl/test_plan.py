@@ -139,6 +139,7 @@ def test_every_fault_is_told_at_once(tmp_path, model):
     assert len(text.splitlines()) == 3
 
 
+# BR-057
 def test_a_config_that_would_be_dense_in_silence_is_refused(tmp_path, model):
     raw = {k: v for k, v in TEXT_CONFIG.items() if k != "sparse_attention_config"}
     (model / "config.json").write_text(json.dumps(raw))

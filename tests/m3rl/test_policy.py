@@ -64,6 +64,7 @@ def test_logits_equal_transformers(policy, oracle, length):
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
+# BR-029
 def test_no_mask_and_positions_give_what_transformers_computes_with_a_padding_mask(policy, oracle):
     ids, length_B = random_rows([21, 13, 4])
     mask = (torch.arange(21) < length_B[:, None]).long()
@@ -73,6 +74,7 @@ def test_no_mask_and_positions_give_what_transformers_computes_with_a_padding_ma
     torch.testing.assert_close(actual[is_real], expected[is_real], atol=1e-5, rtol=0)
 
 
+# BR-029
 def test_a_padded_row_computes_as_if_it_stood_alone(policy):
     ids, length_B = random_rows([21, 13, 8, 1])
     together = policy.hidden_states(ids, length_B)
@@ -81,6 +83,7 @@ def test_a_padded_row_computes_as_if_it_stood_alone(policy):
         torch.testing.assert_close(together[row, :length], alone[0], atol=1e-5, rtol=0)
 
 
+# BR-029
 def test_left_padding_is_refused(policy):
     ids, _ = random_rows([10, 10])
     ids[1, :3] = 0
@@ -101,6 +104,7 @@ def test_rows_beyond_the_models_context_are_refused(policy):
         policy.hidden_states(ids, length_B)
 
 
+# BR-027
 def test_logprobs_stand_at_their_token_and_do_not_cross_rows(policy, oracle):
     # A = [5, 6, 7] and B = [8, 9]: targets are 6, 7 | 9, never 8 from A or 5 from B.
     ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
@@ -114,6 +118,7 @@ def test_logprobs_stand_at_their_token_and_do_not_cross_rows(policy, oracle):
     assert (together - shifted).abs().mean() > 0.1
 
 
+# BR-020
 def test_temperature_divides_the_logits(policy, oracle):
     ids, length_B = random_rows([12])
     mask = torch.arange(12)[None] >= 5
@@ -139,6 +144,7 @@ def test_a_bf16_policy_computes_with_the_values_that_go_over_the_wire(checkpoint
     assert not torch.equal(hidden.float(), make(checkpoint).hidden_states(ids, length_B))
 
 
+# BR-006, BR-068
 def test_router_weight_and_bias_stay_fp32_in_a_bf16_policy(checkpoint, monkeypatch):
     policy = make(checkpoint, "bfloat16")
     gate = policy.model.model.layers[1].mlp.gate
@@ -170,6 +176,7 @@ def test_gradients_reach_fp32_masters_through_the_rounding(checkpoint):
     assert all(p.grad.dtype == torch.float32 for p in policy.parameters() if p.grad is not None)
 
 
+# BR-006
 def test_the_correction_bias_decides_who_is_chosen(checkpoint):
     policy = make(checkpoint)
     bias = policy.model.model.layers[1].mlp.gate.e_score_correction_bias
@@ -259,6 +266,7 @@ def test_a_frozen_copy_has_weights_and_routers_of_its_own(checkpoint):
     assert not any(p.requires_grad for p in copy.parameters())
 
 
+# BR-065
 @pytest.mark.parametrize(
     ("gate", "up", "expected"), [(1, 0.5, 1.26869), (10, -10, -41.99972), (-3, 2, -0.05421)]
 )
@@ -287,6 +295,7 @@ def test_the_index_branch_is_frozen_and_everything_else_is_trained(policy):
     assert all(".indexer." in name for name in frozen)
 
 
+# BR-039
 def test_the_embedding_of_the_pad_token_is_trained_when_it_is_the_end_token(checkpoint):
     policy = make(checkpoint)
     ids = torch.tensor([[5, 2, 7, 9]])
@@ -297,6 +306,7 @@ def test_the_embedding_of_the_pad_token_is_trained_when_it_is_the_end_token(chec
     assert grad[50].abs().max() == 0
 
 
+# BR-006
 def test_export_gives_back_what_was_loaded(checkpoint, policy):
     exported = dict(policy.export())
     assert list(exported) == [spec.name for spec in published_tensors(model_config(CONFIG))]

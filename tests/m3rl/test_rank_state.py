@@ -48,6 +48,7 @@ def test_stopped_and_resumed_is_bit_for_bit_uninterrupted(model, tmp_path):
     assert from_the_beginning.master_hash() == straight.master_hash()
 
 
+# BR-051
 def test_a_checkpoint_is_a_model_path_and_keeps_the_bias_of_now(model, tmp_path):
     rank = start(model)
     rank.update(random_batch(0))

@@ -74,6 +74,7 @@ def test_the_same_inputs_give_the_same_bits(model):
     assert records[0] == records[1]
 
 
+# BR-036
 def test_order_of_rows_does_not_change_the_loss_and_logprobs_go_back_to_their_rows(model):
     rank, batch = start(model), random_batch(2)
     order = np.random.default_rng(0).permutation(len(batch.sample_ids))
@@ -115,6 +116,7 @@ def test_on_policy_batches_have_no_mismatch_and_a_shift_of_the_record_shows(mode
     assert start(model).update(batch)["mismatch/logprob_abs_diff_mean"] > 0.3
 
 
+# BR-020
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_trainer_computes_the_logprobs_that_the_runtime_sampled_with(model, temperature):
     # 12 + 28 tokens: far beyond topk x block = 8, so blocks are dropped on both sides.
@@ -216,6 +218,7 @@ def flat_groups():
     return [Group(prompt, completions)]
 
 
+# BR-033
 def test_a_batch_of_equal_rewards_changes_nothing_even_with_kl_and_momentum(model):
     rank = start(model, with_loss(kl_coef=0.1))
     rank.update(random_batch(8))
@@ -230,6 +233,7 @@ def test_a_batch_of_equal_rewards_changes_nothing_even_with_kl_and_momentum(mode
     assert kept["policy/kl_loss"] > 0.0
 
 
+# BR-037
 @pytest.mark.parametrize("where", ["behaviour_logprobs_BS", "advantages_B"])
 def test_a_step_on_nan_is_skipped_counted_and_leaves_no_trace(model, where):
     disturbed, calm = start(model), start(model)

@@ -127,6 +127,7 @@ def test_the_prefix_hit_rate_is_a_share_of_prompt_tokens():
     assert engine.stats()["prefix_hit_rate"] == pytest.approx(8 / 20)
 
 
+# BR-017
 def test_aborting_everything_returns_every_request_with_the_tokens_it_has():
     engine = make_engine(max_running_requests=8)
     add_all(engine, 10, steps=3)
@@ -141,6 +142,7 @@ def test_aborting_everything_returns_every_request_with_the_tokens_it_has():
     assert engine.stats()["kv_usage"] == 0
 
 
+# BR-017
 def test_an_unknown_id_aborts_nothing_and_is_logged(caplog):
     engine = make_engine()
     add_all(engine, 2)
@@ -161,6 +163,7 @@ def broken_engine(token):
     return engine
 
 
+# BR-070
 def test_nan_logits_are_an_error_of_their_request_alone():
     healthy = Request("healthy", prompt(9), greedy(12))
     expected = run_alone(prompt(9), greedy(12))

@@ -43,6 +43,7 @@ def test_greedy_decoding_is_that_of_transformers_token_for_token():
         assert output.finish_reason == "length"
 
 
+# BR-020
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
 def test_logprobs_are_those_of_the_logits_divided_by_the_temperature(temperature):
     params = SamplingParams(
@@ -58,6 +59,7 @@ def test_logprobs_are_those_of_the_logits_divided_by_the_temperature(temperature
     np.testing.assert_allclose(output.raw_logprobs, raw, rtol=0, atol=1e-5)
 
 
+# BR-020
 def test_logits_2_1_0_at_temperature_one_half_report_the_sampling_distribution():
     engine = make_engine()
     logits = torch.full((97,), -1e9)
@@ -90,6 +92,7 @@ def test_a_prefill_in_chunks_is_a_whole_prefill(budget):
     assert_same(output, run_alone(prompt(23), sampled(8, seed=5)))
 
 
+# BR-063
 @pytest.mark.parametrize("cached", range(1, 14))
 def test_a_request_on_a_cached_prefix_is_a_cold_one(cached):
     """The first request leaves `cached` of the 16 tokens behind; full pages of them are reused."""
@@ -101,6 +104,7 @@ def test_a_request_on_a_cached_prefix_is_a_cold_one(cached):
     assert_same(output, run_alone(shared, sampled(6, seed=5)))
 
 
+# BR-061
 @pytest.mark.parametrize("new", [1, 4, 5])
 def test_new_tokens_after_cached_pages_see_them_in_dense_layers_too(new):
     engine = make_engine()
@@ -162,6 +166,7 @@ def test_a_new_version_of_the_same_weights_gives_the_same_bits():
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
+# BR-025
 def test_samples_of_one_prompt_differ_and_repeat_with_their_seeds():
     def samples(seeds):
         requests = [
@@ -183,6 +188,7 @@ def test_a_drawn_seed_is_reported_and_repeats_the_completion():
     assert_same(again, output)
 
 
+# BR-064
 def test_the_engine_computes_sparse_attention_and_not_dense():
     ids = prompt(21)
     dense_config = dataclasses.replace(model_config(RAW), index_topk_blocks=128)
@@ -196,6 +202,7 @@ def test_the_engine_computes_sparse_attention_and_not_dense():
     assert run_alone(ids, greedy(1)).logprobs[0] == pytest.approx(float(expected), abs=1e-5)
 
 
+# BR-039
 def test_eos_ends_the_completion_and_stays_in_its_ids():
     base = run_alone(prompt(9), greedy(20)).token_ids.tolist()
     stop_at = base.index(base[5])

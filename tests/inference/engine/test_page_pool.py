@@ -61,6 +61,7 @@ def test_a_dropped_key_frees_the_page_and_spares_its_owner():
     pool.check([pages[:1]], cache.pages)
 
 
+# BR-010
 def test_equal_tokens_have_another_key_in_another_version_and_after_another_page():
     pool = PagePool(1)
     cache = PrefixCache(pool, page_size=2)

@@ -58,6 +58,7 @@ def test_the_engine_does_not_keep_the_callers_array():
     assert request.prompt_ids.tolist() == [4, 5]
 
 
+# BR-025
 def test_a_missing_seed_is_drawn_anew_each_time():
     seeds = {make_live(Request("r", [1]), ()).seed for _ in range(8)}
     assert len(seeds) == 8

@@ -80,6 +80,7 @@ def test_a_group_takes_one_prompt_only():
         engine.add([1, 3], group_id="g")
 
 
+# BR-025
 def test_a_group_takes_a_seed_only_once_unless_greedy():
     scheduler = SimulatedEngine().scheduler
     greedy = SamplingParams(temperature=0.0, seed=7)
@@ -157,6 +158,7 @@ def test_a_page_stays_in_reserve_for_every_running_request():
     assert len(engine.scheduler.running) == 2
 
 
+# BR-010
 def test_a_new_version_finds_nothing_of_the_old_and_spares_who_decodes():
     engine = SimulatedEngine(max_tokens_per_step=8)
     decoding = engine.add(range(6), max_tokens=5, group_id="g")
@@ -190,6 +192,7 @@ def test_what_is_recomputed_for_a_new_version_is_found_there():
     assert (live.num_cached_tokens, again.num_cached_tokens) == (0, 8)
 
 
+# BR-010
 def test_stale_pages_never_enter_the_cache():
     engine = SimulatedEngine()
     engine.add(range(9), max_tokens=8)

@@ -56,6 +56,7 @@ def hashes(tensors):
     return {name: tensor_hash(tensor, name=name) for name, tensor in tensors.items()}
 
 
+# BR-001
 @pytest.mark.parametrize("cuts", [1, 2, 5])
 def test_a_sync_in_pieces_makes_the_engine_a_fresh_one(cuts):
     engine = make_engine(seed=0)
@@ -79,6 +80,7 @@ def test_a_load_from_disk_is_a_sync_bit_for_bit(tmp_path, prefix):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+# BR-006
 def test_a_bfloat16_engine_rounds_a_wider_checkpoint_and_keeps_the_router_in_fp32():
     engine = Engine(model_config(RAW), EngineConfig(num_pages=16, dtype="bfloat16"))
     engine.load_weights(weights(0).items(), 0)
@@ -95,6 +97,7 @@ def test_a_bfloat16_engine_rounds_a_wider_checkpoint_and_keeps_the_router_in_fp3
     )
 
 
+# BR-006
 def test_the_correction_bias_arrives_in_full_and_chooses():
     engine = make_engine(capture_routing=True)
     tensors = dict(weights(0))
@@ -107,6 +110,7 @@ def test_the_correction_bias_arrives_in_full_and_chooses():
     assert (output.routing == 3).any(-1).all()
 
 
+# BR-003
 def test_a_refused_first_write_leaves_the_old_weights_serving():
     engine = make_engine()
     before = engine.weights_hash()
@@ -209,6 +213,7 @@ def test_a_write_never_converts_or_guesses(name, change, message):
         engine.write(name, whole(tensor), change(tensor))
 
 
+# BR-008
 def test_a_second_load_is_told_of_the_one_that_is_open():
     engine = make_engine()
     engine.begin_load(1)
@@ -258,6 +263,7 @@ def test_a_load_wants_running_requests_paused():
         engine.write("model.norm.weight", ((0, 32),), weights(1)["model.norm.weight"])
 
 
+# BR-010
 @pytest.mark.parametrize("mode", [None, "drain", "keep", "recompute"])
 def test_the_first_request_after_an_update_finds_nothing_cached(mode):
     """A prompt of 3 full pages, generated before and after; also with a request in flight."""
@@ -284,6 +290,7 @@ def test_the_first_request_after_an_update_finds_nothing_cached(mode):
     assert_same(again, expected)
 
 
+# BR-012
 def test_no_page_is_taken_from_pause_to_resume():
     engine = make_engine()
     engine.add(Request("r", prompt(9), sampled(10, seed=3)))
@@ -316,6 +323,7 @@ def test_a_computation_while_loading_is_refused():
         engine.step()
 
 
+# BR-016
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_requests_in_flight_go_on_with_the_new_version_and_say_so(mode):
     engine = make_engine()
@@ -367,6 +375,7 @@ def test_kept_requests_still_read_the_keys_of_the_old_version():
     assert abs(gap) > 1e-3
 
 
+# BR-010
 def test_a_group_that_grows_after_an_update_shares_nothing_old():
     engine = make_engine()
     engine.add(Request("old", prompt(14), sampled(12, seed=1), "g"))

@@ -49,6 +49,7 @@ def test_experts_without_tokens_take_no_part(ids):
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
 
 
+# BR-065
 @pytest.mark.parametrize(
     ("gate", "up", "expected"),
     [(1.0, 0.5, 1.26869), (10.0, -10.0, -41.99972), (-3.0, 2.0, -0.05421)],

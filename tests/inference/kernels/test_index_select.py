@@ -111,6 +111,7 @@ def test_small_tiles_select_the_same(paged, monkeypatch):
     assert torch.equal(index_select(*args, topk_blocks=3, local_blocks=1), expected)
 
 
+# BR-058
 @pytest.mark.parametrize("num_tokens", [5, 3])
 def test_indexer_and_attention_agree_on_the_layout(paged, num_tokens):
     """Block 100 t + 10 h + b goes in at [t, h, b] and is read at [t, h, b]; T = H = 3 too."""
@@ -140,6 +141,7 @@ def test_indexer_and_attention_agree_on_the_layout(paged, num_tokens):
     torch.testing.assert_close(out, expected)
 
 
+# BR-058
 def test_no_block_lies_beyond_the_query(paged):
     case = paged([50, 50], [50, 77], page_size=4)
     blocks = index_select(

@@ -45,6 +45,7 @@ def test_equals_attention_over_the_keys_of_the_chosen_blocks(
             torch.testing.assert_close(out[token, heads].double(), expected, rtol=1e-5, atol=1e-5)
 
 
+# BR-064
 def test_equals_dense_attention_while_every_block_is_chosen(paged):
     """topk 4 blocks of 4: positions 0..15 are dense, position 16 is the first that is not."""
     case = paged([40], [40], page_size=4)
@@ -108,6 +109,7 @@ def test_a_chosen_block_without_a_page_is_an_error(paged):
         msa_attention(case.randn(1, 4, 8), case.pages, blocks, case.batch, scale=1.0)
 
 
+# BR-058
 def test_head_major_blocks_are_refused_where_the_shape_shows_it(paged):
     case = paged([5], [9], page_size=4)
     blocks = torch.zeros(2, 5, 2, dtype=torch.int32)

@@ -17,6 +17,7 @@ def run_layer(case, q, index_q):
     return blocks, sparse, paged_attention(q, case.pages, case.batch, scale=0.3)
 
 
+# BR-060
 def test_padding_rows_select_nothing_and_leave_real_rows_alone(paged):
     """Three decodes alone, and with five padding rows as a captured graph adds them."""
     real = paged([1] * 3, [30, 9, 17], page_size=4)
@@ -33,6 +34,7 @@ def test_padding_rows_select_nothing_and_leave_real_rows_alone(paged):
     assert torch.equal(found[0][3:], torch.full((5, 2, 3), -1, dtype=torch.int32))
 
 
+# BR-060
 def test_tokens_beyond_the_last_request_are_padding(paged):
     case = paged([1, 4], [30, 9], page_size=4)
     q, index_q = case.randn(7, 4, 8), case.randn(7, 2, 8)
@@ -45,6 +47,7 @@ def test_tokens_beyond_the_last_request_are_padding(paged):
     assert torch.equal(dense, torch.nn.functional.pad(expected[2], (0, 0, 0, 0, 0, 2)))
 
 
+# BR-060
 def test_padding_rows_write_nowhere(paged):
     case = paged([1] * 5, [30, 9, 0, 0, 0], page_size=4, head_dim=8)
     before = [p.clone() for p in (case.pages.k_pages, case.pages.v_pages, case.pages.index_pages)]
@@ -71,6 +74,7 @@ def test_padding_rows_write_nowhere(paged):
         assert set(changed) == slots
 
 
+# BR-060
 def test_an_idle_step_gives_empty_outputs(paged):
     case = paged([], [], page_size=4)
     blocks, sparse, dense = run_layer(case, torch.zeros(0, 4, 8), torch.zeros(0, 2, 8))

@@ -42,6 +42,7 @@ def step(positions: list[int], slots: list[int]) -> PagedBatch:
     )
 
 
+# BR-067
 def test_half_of_each_head_is_rotated_in_pairs_of_halves():
     """head_dim 8, rotary_dim 4, position 5: pairs (0, 2) and (1, 3); dims 4..7 stay."""
     qkv = torch.randn(1, sum(WIDTHS))

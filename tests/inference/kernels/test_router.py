@@ -10,6 +10,7 @@ def identity_router(logits: list[list[float]], bias: list[float], **options):
     return router(torch.tensor(logits), torch.eye(num_experts), torch.tensor(bias), **options)
 
 
+# BR-068
 def test_the_bias_chooses_and_does_not_weigh():
     """Logits 2, 1, 0, -1: sigmoids 0.8808, 0.7311, 0.5, 0.2689."""
     logits = [[2.0, 1.0, 0.0, -1.0]]
@@ -26,6 +27,7 @@ def test_ties_go_to_the_lower_expert():
     assert ids.tolist() == [[1, 2, 3, 0]]
 
 
+# BR-068
 def test_scores_are_fp32_under_bf16_autocast():
     """4.0 and 4.001 are one number in BF16, whose step there is 0.03125."""
     logits, bias = [[4.0, 4.001, 0.0]], [0.0, 0.0, 0.0]
@@ -37,6 +39,7 @@ def test_scores_are_fp32_under_bf16_autocast():
     assert both[0, 0] > both[0, 1]
 
 
+# BR-068
 def test_bf16_tokens_are_promoted_not_the_weights_rounded():
     weight = torch.tensor([[1.0], [1.0 + 2.0**-12]])
     _, ids = router(torch.ones(1, 1).bfloat16(), weight, torch.zeros(2), topk=1, scale=1.0)
@@ -99,6 +102,7 @@ def test_unrecorded_replay_rows_are_refused():
             router(*args, topk=2, scale=2.0, replay_ids_TA=replay)
 
 
+# BR-068
 def test_bf16_router_weights_are_refused():
     x = torch.randn(3, 16)
     with pytest.raises(TypeError, match="weight_EC is bfloat16, needs float32"):

@@ -6,6 +6,7 @@ from inference.kernels.swiglu_oai import swiglu_oai
 M3 = {"alpha": 1.702, "limit": 7.0}
 
 
+# BR-065
 @pytest.mark.parametrize(
     ("gate", "up", "expected"),
     [

@@ -15,6 +15,7 @@ FP32_CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
 ACTIVATION = [((1.0, 0.5), 1.26869), ((10.0, -10.0), -41.99972), ((-3.0, 2.0), -0.05421)]
 
 
+# BR-065
 def test_the_mlp_computes_the_clamped_swiglu():
     mlp = MLP(2, 1, alpha=1.702, limit=7.0, beta=1.0, **FP32_CPU)
     mlp.gate_up_proj.weight.copy_(torch.eye(2))
@@ -46,6 +47,7 @@ def moe_of_two():
     return moe
 
 
+# BR-065
 def test_routed_experts_compute_the_clamped_swiglu():
     moe = moe_of_two()  # equal scores: both experts weigh 2.0 / 2
     for inputs, expected in ACTIVATION:
@@ -54,6 +56,7 @@ def test_routed_experts_compute_the_clamped_swiglu():
         assert sorted(ids[0].tolist()) == [0, 1]
 
 
+# BR-065
 def test_the_shared_expert_is_added_once_and_unscaled():
     moe = moe_of_two()
     moe.experts.w2.zero_()
@@ -62,6 +65,7 @@ def test_the_shared_expert_is_added_once_and_unscaled():
     assert out[0].tolist() == pytest.approx([1.26869, 3 * 1.26869], abs=1e-4)
 
 
+# BR-068
 def test_the_bias_moves_the_choice_but_not_the_weights():
     moe = moe_of_two()
     moe.topk = 1

@@ -70,6 +70,7 @@ def case(request):
     return Case(request.param)
 
 
+# BR-064
 def test_logits_equal_transformers_around_every_border(case):
     block, reach = case.block, case.reach
     for length in (1, block - 1, block, block + 1, reach - 1, reach, reach + 1, 3 * reach):
@@ -95,6 +96,7 @@ def test_chunked_prefill_equals_whole_prefill(case, chunk):
     torch.testing.assert_close(torch.cat(chunked), whole, atol=TOLERANCE, rtol=0)
 
 
+# BR-061
 @pytest.mark.parametrize("num_new", [1, 4, 5])
 def test_a_cached_prefix_is_read_by_dense_and_sparse_layers(case, num_new):
     paged, prefix = PagedModel(case.model), 2 * case.reach
@@ -141,6 +143,7 @@ def tiny():
     return config_dict, random_tensors(config_dict, seed=1)
 
 
+# BR-064
 def test_sparse_equals_dense_up_to_top_k_blocks_and_not_beyond(tiny):
     _, tensors = tiny
     ids = list(range(21))
@@ -151,6 +154,7 @@ def test_sparse_equals_dense_up_to_top_k_blocks_and_not_beyond(tiny):
     assert (sparse[8:] - dense[8:]).abs().amax(-1).min() > 0.01
 
 
+# BR-060
 def test_padding_rows_change_and_write_nothing(tiny):
     model = runtime_model(*tiny)
     plain, padded = PagedModel(model, capture=True), PagedModel(model, capture=True)
@@ -165,6 +169,7 @@ def test_padding_rows_change_and_write_nothing(tiny):
     assert torch.equal(plain.capture.blocks, padded.capture.blocks)
 
 
+# BR-060
 def test_a_step_of_padding_alone_runs(tiny):
     paged = PagedModel(runtime_model(*tiny))
     assert paged.step({}, num_padding=2) == {}
@@ -172,6 +177,7 @@ def test_a_step_of_padding_alone_runs(tiny):
     assert paged.pages[1].index_pages.isnan().all()
 
 
+# BR-068
 def test_the_router_stays_fp32_in_a_bf16_model(tiny):
     config_dict, tensors = tiny
     model = runtime_model(config_dict, tensors, dtype=torch.bfloat16)

@@ -183,6 +183,7 @@ def write_small(path, changes=None, prefix=""):
 MOE = "model.layers.1.block_sparse_moe"
 
 
+# BR-006
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -217,6 +218,7 @@ def test_a_router_stored_in_bf16_is_read_with_a_warning(tmp_path, caplog):
     assert "gate.weight is stored as BF16, not FP32" in caplog.text
 
 
+# BR-049
 def test_a_truncated_file_is_found_before_any_tensor_is_read(tmp_path):
     write_small(tmp_path)
     file = tmp_path / "model.safetensors"

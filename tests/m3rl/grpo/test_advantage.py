@@ -24,6 +24,7 @@ def test_dr_grpo_only_centres_and_rloo_leaves_the_sample_out():
     np.testing.assert_allclose(rloo, by_hand, rtol=1e-6)
 
 
+# BR-033
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
 @pytest.mark.parametrize("reward", [0.7, 0.1, 1e9])
 def test_equal_rewards_give_exact_zeros_and_are_flagged(kind, reward):
@@ -33,6 +34,7 @@ def test_equal_rewards_give_exact_zeros_and_are_flagged(kind, reward):
     assert result.num_zero_variance_groups == 1
 
 
+# BR-033
 def test_the_zero_variance_flag_belongs_to_a_group_not_to_the_batch():
     groups = ["mixed"] * 4 + ["flat"] * 4
     result = group_advantages([0, 1, 0, 1, 0.7, 0.7, 0.7, 0.7], groups, kind="grpo")
@@ -42,6 +44,7 @@ def test_the_zero_variance_flag_belongs_to_a_group_not_to_the_batch():
     np.testing.assert_allclose(result.values_B[:4], [-1, 1, -1, 1], rtol=1e-5)
 
 
+# BR-034
 def test_arrival_order_does_not_change_the_advantage_of_a_sample():
     samples = {("P", 0): 1.0, ("P", 1): 0.0, ("Q", 0): 1.0, ("Q", 1): 1.0}
     expected = {("P", 0): 0.5, ("P", 1): -0.5, ("Q", 0): 0.0, ("Q", 1): 0.0}

@@ -47,6 +47,7 @@ def build(groups, **options):
     return build_batch(groups, **(defaults | options))
 
 
+# BR-027
 def test_masks_and_logprobs_speak_about_the_token_they_stand_at():
     # [5 6 | 7] and [5 6 | 8 9]: nothing crosses from one row into the next.
     group = make_group(0, [{"ids": [7], "reward": 1.0}, {"ids": [8, 9], "reward": 0.0}])
@@ -59,6 +60,7 @@ def test_masks_and_logprobs_speak_about_the_token_they_stand_at():
     assert batch.denominator == 3
 
 
+# BR-039
 def test_masks_come_from_lengths_when_pad_is_eos_and_pad_is_sampled():
     # 0 is what rows are padded with; 2 is the end token. Both are sampled here, and trained on.
     group = make_group(
@@ -86,6 +88,7 @@ def test_tokens_the_policy_did_not_sample_are_not_trained_on_and_not_counted():
     assert batch.denominator == 3
 
 
+# BR-034
 def test_rows_are_sorted_by_sample_id_whatever_order_they_arrive_in():
     rng = np.random.default_rng(0)
     for _ in range(20):
@@ -102,6 +105,7 @@ def test_rows_are_sorted_by_sample_id_whatever_order_they_arrive_in():
         np.testing.assert_array_equal(batch.advantages_B, np.float32([-1, 0, 1] * 3))
 
 
+# BR-033
 def test_groups_of_equal_rewards_leave_no_token_in_the_batch():
     flat = make_group(0, [{"ids": [7, 8], "reward": 0.7} for _ in range(4)])
     mixed = make_group(1, [{"ids": [7], "reward": float(i % 2)} for i in range(4)])
@@ -122,6 +126,7 @@ def test_groups_of_equal_rewards_stay_when_asked_for_with_advantage_zero():
     np.testing.assert_array_equal(batch.advantages_B, np.zeros(4, np.float32))
 
 
+# BR-017, BR-079
 def test_unscored_and_aborted_completions_are_in_no_baseline_and_are_counted():
     group = make_group(
         0,
@@ -145,6 +150,7 @@ def test_a_group_with_one_survivor_is_dropped_and_counted():
     assert batch_metrics([group], batch, advantage="grpo")["data/dropped_groups"] == 1
 
 
+# BR-041
 @pytest.mark.parametrize("with_tool_mask", [False, True])
 def test_length_statistics_do_not_read_the_masked_copy(with_tool_mask):
     # 4 tokens ended by stop, 8 cut by length and masked out of the loss.
@@ -181,6 +187,7 @@ def test_routing_follows_its_sample():
     assert batch.routing[1] is routing
 
 
+# BR-034
 def test_completions_of_another_prompt_are_refused():
     group = make_group(0, [{"ids": [7], "reward": 1.0}, {"ids": [8], "reward": 0.0}])
     group.completions[1].prompt_ordinal = 3
@@ -192,6 +199,7 @@ def test_completions_of_another_prompt_are_refused():
         build([group])
 
 
+# BR-027
 def test_a_shifted_logprob_array_is_refused():
     group = make_group(0, [{"ids": [7, 8], "reward": 1.0}, {"ids": [8], "reward": 0.0}])
     group.completions[0].logprobs = group.completions[0].logprobs[1:]
@@ -232,6 +240,7 @@ def test_every_row_is_trained_on_exactly_once(lengths, num_ranks, max_tokens, nu
     assert sorted(seen) == list(range(len(lengths)))
 
 
+# BR-036
 def test_rewards_stay_with_their_sample_through_sharding_and_packing():
     lengths = [9, 1, 5, 3]
     group = make_group(0, [{"ids": [7] * n, "reward": float(n)} for n in lengths])

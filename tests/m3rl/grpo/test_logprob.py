@@ -20,6 +20,7 @@ def unchunked(hidden_TC, head_VC, targets_T, temperature):
     return log_p.gather(-1, targets_T[:, None]).squeeze(-1), entropy
 
 
+# BR-020
 def test_temperature_divides_logits_not_logprobs():
     # Logits [2, 1, 0] at temperature 0.5: -0.1429; raw -0.4076; dividing the logprob gives -0.8152.
     hidden = torch.tensor([[1.0]])
@@ -32,6 +33,7 @@ def test_temperature_divides_logits_not_logprobs():
     assert entropy.item() == pytest.approx(-(p * p.log()).sum().item(), rel=1e-6)
 
 
+# BR-073
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 20])
 @pytest.mark.parametrize("chunk_size", [1, 8, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -59,6 +61,7 @@ def test_gradients_pass_a_finite_difference_check():
     assert torch.autograd.gradcheck(logprobs, (hidden, head))
 
 
+# BR-073
 def test_no_tokens_give_empty_logprobs_and_zero_gradients():
     hidden, head, targets = make(0)
     logprobs, _ = token_logprobs(hidden, head, targets, temperature=1.0)
@@ -89,6 +92,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+# BR-073
 @pytest.mark.parametrize("num_tokens", [512, 500])
 def test_no_tensor_is_larger_than_a_chunk_of_logits_in_forward_or_backward(num_tokens):
     vocab, chunk = 5000, 64
@@ -104,6 +108,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_in_forward_or_backward(num_t
         torch.testing.assert_close(grad, expected_grad, atol=1e-5, rtol=1e-5)
 
 
+# BR-073
 def test_nothing_but_inputs_is_kept_for_the_backward():
     hidden, head, targets = make(64, vocab=1000, dtype=torch.float32)
     kept = []

@@ -107,6 +107,7 @@ def test_kl_estimators_by_hand(estimator, value, slope):
     assert output.sums["policy/kl_ref_k3"].item() == pytest.approx(math.exp(0.5) - 1.5)
 
 
+# BR-037
 def test_a_log_ratio_of_a_hundred_neither_overflows_nor_breaks_the_gradient():
     logprobs = torch.tensor([-100.0], requires_grad=True)
     ratio = clamped_log_ratio(torch.tensor([0.0]), logprobs)
@@ -129,6 +130,7 @@ def test_a_log_ratio_of_a_hundred_neither_overflows_nor_breaks_the_gradient():
     assert torch.isfinite(grad).all()
 
 
+# BR-037
 def test_a_nan_is_not_clamped_into_a_number():
     given = inputs([1.0, 1.0], [1.0, 1.0], ref=[float("nan"), 0.0])
     assert torch.isnan(grpo_loss(given, settings(kl_coef=0.1), 2.0).loss)

@@ -117,6 +117,7 @@ def ambiguous_chat(folder):
     return ChatFormat.load(folder)
 
 
+# BR-030
 def test_the_next_turn_keeps_the_sampled_ids_and_never_encodes_them_again(tmp_path):
     chat = ambiguous_chat(tmp_path)
     assert chat.encode("ab").tolist() == [3]
@@ -143,6 +144,7 @@ def test_a_turn_cut_by_the_limit_gets_its_missing_end_from_the_template(tmp_path
     assert following[len(so_far)] == chat.end_id
 
 
+# BR-030
 def test_a_template_that_rewrites_an_earlier_turn_is_counted_as_drift(tmp_path):
     chat = ambiguous_chat(tmp_path)
     so_far = np.concatenate([chat.encode_prompt("u"), np.array([1, 2, 2], np.int32)])

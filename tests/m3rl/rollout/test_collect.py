@@ -69,6 +69,7 @@ def collector(backend: FakeBackend, heal=lambda replica: True) -> Collector:
     )
 
 
+# BR-025
 def test_seeds_differ_by_run_stream_prompt_sample_and_turn_and_repeat() -> None:
     keys = list(itertools.product(range(3), range(2), range(5), range(8), range(2)))
     seeds = [sample_seed(*key) for key in keys]
@@ -77,6 +78,7 @@ def test_seeds_differ_by_run_stream_prompt_sample_and_turn_and_repeat() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+# BR-034
 def test_groups_come_in_prompt_order_with_samples_in_order() -> None:
     groups, stats = collector(FakeBackend()).collect([prompt(4), prompt(2)], 3, SAMPLING)
     assert [[c.sample_id for c in g.completions] for g in groups] == [
@@ -87,6 +89,7 @@ def test_groups_come_in_prompt_order_with_samples_in_order() -> None:
     assert stats.requeued_samples == stats.failed_samples == 0
 
 
+# BR-075
 def test_lost_requests_are_issued_again_with_the_same_seed_and_give_the_same_completions() -> None:
     plain, _ = collector(FakeBackend()).collect([prompt(0), prompt(1)], 4, SAMPLING)
     backend = FakeBackend(faults=[{"1.0", "1.1", "1.2", "1.3"}])
@@ -107,12 +110,14 @@ def test_lost_requests_are_issued_again_with_the_same_seed_and_give_the_same_com
             assert np.array_equal(a.completion_ids, b.completion_ids)
 
 
+# BR-075
 def test_no_living_replica_ends_the_call_and_names_the_fault() -> None:
     backend = FakeBackend(faults=[{"0.0", "0.1"}], alive=False)
     with pytest.raises(BackendError, match="replica 1: killed by the test"):
         collector(backend, lambda replica: False).collect([prompt(0)], 2, SAMPLING)
 
 
+# BR-017
 def test_failed_and_aborted_samples_are_counted_and_never_scored() -> None:
     class Partly(FakeBackend):
         def generate(self, requests, *, timeout_s):

@@ -38,6 +38,7 @@ def pair(ordinal, index, text, reason="stop", answer="cba"):
     return prompt, completion
 
 
+# BR-036
 def test_each_completion_gets_its_own_reward_whatever_the_order_of_arrival(environment):
     pairs = [pair(o, i, f"{o}{i}", answer=f"{o}{i}") for o in range(4) for i in range(3)]
     wrong = pair(9, 0, "x")
@@ -56,6 +57,7 @@ def test_the_scorer_sees_the_answer_and_not_the_thinking(environment):
     assert unclosed[1].reward == 0.0
 
 
+# BR-017
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_a_completion_that_did_not_come_to_its_end_stays_unscored(environment, reason):
     whole, broken = pair(0, 0, "cba"), pair(0, 1, "cba", reason)
@@ -71,6 +73,7 @@ def test_a_completion_cut_by_the_limit_is_scored_for_what_it_says(environment):
     assert (cut[1].reward, cut[1].reward_status) == (1.0, "ok")
 
 
+# BR-079
 def test_a_reward_that_failed_is_not_a_number(environment):
     good, bad = pair(0, 0, "cba"), pair(0, 1, "cba")
     bad[0].payload.clear()  # the scorer misses the answer and raises

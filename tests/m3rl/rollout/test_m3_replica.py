@@ -79,6 +79,7 @@ def test_a_refused_request_takes_back_those_before_it_and_harms_nobody(
     assert replica.health()["failure"] == ""
 
 
+# BR-017
 def test_an_abort_ends_a_running_call_with_what_it_has(replica: M3Replica) -> None:
     replica.pause("keep")
     results: list = []
@@ -101,6 +102,7 @@ def test_a_paused_replica_generates_nothing_until_it_is_resumed(replica: M3Repli
     assert len(replica.generate([request(0)])) == 1
 
 
+# BR-075
 def test_a_failed_engine_fails_its_callers_and_its_health_and_does_not_hang(
     replica: M3Replica,
 ) -> None:

@@ -78,6 +78,7 @@ def test_scores_come_back_in_the_order_asked_whoever_computed_them(pool):
     assert {s.status for s in scores} == {"ok"}
 
 
+# BR-079
 def test_every_fault_of_a_scorer_is_a_status_and_never_a_zero(pool):
     texts = ["yes", "raise", "base", "nan", "none", "die", "no", "parts"]
     scores = pool(max_error_frac=0.8).score(items(*texts))
@@ -89,6 +90,7 @@ def test_every_fault_of_a_scorer_is_a_status_and_never_a_zero(pool):
     assert (scores[7].value, scores[7].parts) == (0.75, {"format": 0.25, "answer": 0.5})
 
 
+# BR-078
 def test_a_scorer_that_hangs_on_one_item_costs_that_item_only(pool):
     scoring = pool(timeout_s=1.0, workers=2)
     texts = ["yes", "no", "hang", "yes", "yes", "no", "yes", "yes"]
@@ -99,6 +101,7 @@ def test_a_scorer_that_hangs_on_one_item_costs_that_item_only(pool):
     assert [s.value for s in again] == [1.0] * 8
 
 
+# BR-077
 def test_a_killed_worker_takes_the_processes_of_its_scorer_along(pool, tmp_path):
     file = tmp_path / "child"
     scoring = pool(timeout_s=3.0, max_error_frac=1.0)
@@ -107,6 +110,7 @@ def test_a_killed_worker_takes_the_processes_of_its_scorer_along(pool, tmp_path)
     assert not is_running(int(file.read_text()))
 
 
+# BR-079
 def test_more_failures_than_allowed_end_the_call_with_the_first_cause(pool):
     scoring = pool(max_error_frac=0.5)
     scoring.score(items("raise", "yes"))
@@ -129,6 +133,7 @@ def test_a_scorer_that_cannot_be_imported_says_why(pool):
         pool(target="my_scorers:missing").score(items("x"))
 
 
+# BR-079
 def test_scoring_works_from_threads_at_the_same_time(pool):
     scoring = pool(workers=2)
     results = {}
@@ -153,6 +158,7 @@ def test_a_worker_that_died_while_idle_is_replaced_without_blame(pool):
     assert [(s.status, s.value) for s in again] == [("ok", 1.0), ("ok", 0.0)]
 
 
+# BR-077
 def test_closing_ends_every_process(pool):
     scoring = pool(workers=2)
     pids = {int(s.value) for s in scoring.score(items(*["pid"] * 40))}
@@ -161,6 +167,7 @@ def test_closing_ends_every_process(pool):
     assert not any(is_running(pid) for pid in pids)
 
 
+# BR-077
 def test_workers_end_with_their_parent_even_while_a_scorer_hangs(tmp_path):
     (tmp_path / "my_scorers.py").write_text(textwrap.dedent(SCORERS))
     program = f"""

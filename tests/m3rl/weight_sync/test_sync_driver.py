@@ -70,6 +70,7 @@ def test_the_size_of_a_chunk_changes_nothing(chunk_bytes: int):
     assert (len([op for op in plan.ops if "gate_proj" in op.name]) > 1) == (chunk_bytes < 96)
 
 
+# BR-006
 def test_a_router_bias_arrives_as_the_float32_it_is():
     engine = FakeEngine(layout())
     sync, senders, _ = local_sync({0: [engine]})
@@ -80,6 +81,7 @@ def test_a_router_bias_arrives_as_the_float32_it_is():
     assert engine.tensors[BIAS].dtype == torch.float32
 
 
+# BR-012
 def test_a_sync_goes_through_its_phases_in_order_and_the_engine_sees_it_so():
     engine = FakeEngine(layout())
     sync, _, _ = local_sync({0: [engine]})
@@ -134,6 +136,7 @@ def test_without_verification_nothing_is_hashed_and_the_report_says_so():
     assert phases(sync) == ["prepare", "pause", "stream", "commit", "resume"]
 
 
+# BR-008
 def test_a_second_caller_learns_who_holds_the_open_sync_and_the_first_one_ends_well():
     entered, leave = threading.Event(), threading.Event()
     engine = FakeEngine(layout())
@@ -159,6 +162,7 @@ def test_a_second_caller_learns_who_holds_the_open_sync_and_the_first_one_ends_w
     assert_holds(engine.tensors, layout(), 1)
 
 
+# BR-018
 def test_after_a_resume_rollouts_wait_for_the_push_of_the_loaded_version():
     engine = FakeEngine(layout())
     sync, senders, _ = local_sync({0: [engine]})

@@ -89,6 +89,7 @@ def greedy(target: Engine) -> tuple[list[int], list[float]]:
     return outputs[0].token_ids.tolist(), outputs[0].logprobs.tolist()
 
 
+# BR-001
 @pytest.mark.parametrize("chunk_bytes", [700, 5_000, 1 << 20])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_synced_engine_is_a_fresh_engine(dtype: str, chunk_bytes: int):
@@ -146,6 +147,7 @@ def test_nan_poisons_the_engine_until_a_whole_sync(monkeypatch):
     assert greedy(target) == greedy(fresh(4))
 
 
+# BR-006
 def test_a_trainer_that_forgets_the_correction_bias_or_rounds_it_is_refused():
     target, rank = engine(), Rank(torch.float32, 0, 1)
     slots = rank.sender._layout

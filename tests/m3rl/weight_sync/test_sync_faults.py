@@ -68,6 +68,7 @@ FAULTS = [
 ]
 
 
+# BR-001
 @pytest.mark.parametrize(("fault", "names"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 def test_wrong_bits_are_found_retried_once_and_never_served(fault, names):
     engines = {0: [FakeEngine(layout(), fault)], 1: [FakeEngine(layout())]}
@@ -119,6 +120,7 @@ def test_nan_is_refused_and_the_replica_serves_nothing():
     assert not engine.tensors[EXPERT.format(2)].isnan().any()
 
 
+# BR-006
 def test_a_bias_read_as_bfloat16_is_not_sent():
     engine = FakeEngine(layout())
     sync, senders, _ = local_sync({0: [engine]})
@@ -143,6 +145,7 @@ def test_trainer_ranks_that_have_drifted_apart_are_found():
         sync.sync(2)
 
 
+# BR-003
 def test_an_engine_that_rearranged_a_tensor_is_refused_and_still_serves_the_old_version():
     engine = FakeEngine(layout())
     sync, senders, _ = local_sync({0: [engine]})

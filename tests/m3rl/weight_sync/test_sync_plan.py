@@ -95,6 +95,7 @@ def test_digests_are_the_same_in_every_process():
     assert layout_digest(renamed) != layout_digest(layout())
 
 
+# BR-006
 def test_an_export_that_forgets_the_router_bias_is_refused_by_name():
     without = [s for s in layout() if s.name != BIAS]
     with pytest.raises(
@@ -107,12 +108,14 @@ def test_an_export_that_forgets_the_router_bias_is_refused_by_name():
         make_plan([layout()], [without], 1 << 20)
 
 
+# BR-006
 def test_a_bias_offered_as_bfloat16_is_refused():
     rounded = [dataclasses.replace(s, dtype="bfloat16") if s.name == BIAS else s for s in layout()]
     with pytest.raises(LayoutError, match=r"bias: dtype is bfloat16 on trainer.*float32 on worker"):
         make_plan([rounded], [layout()], 1 << 20)
 
 
+# BR-003
 def test_an_engine_that_rearranged_an_expert_is_refused_before_anything_moves():
     blocked = [
         dataclasses.replace(s, shape=(1, 5, 2, 3), bounds=whole((1, 5, 2, 3)))

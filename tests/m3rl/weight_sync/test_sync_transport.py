@@ -44,6 +44,7 @@ def pair(timeout_s: float = 20.0) -> tuple[Rendezvous, Transport, Transport]:
     return rendezvous, sender, worker
 
 
+# BR-007
 def test_ranks_of_three_engines_with_data_and_tensor_parallel_follow_the_trainer():
     ranks = worker_ranks(1, (3, 2, 2))
     assert sorted(ranks.values()) == list(range(1, 13))

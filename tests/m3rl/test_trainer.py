@@ -1,0 +1,167 @@
+"""The loop with fakes for its parts: what comes first after a resume, when a run stops itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from m3rl.checkpoint import Checkpoint
+from m3rl.config import Config, ConfigError
+from m3rl.run_dir import RunDirectory
+from m3rl.trainer import Trainer, TrainingError, train
+from m3rl.weight_sync.errors import SyncError
+
+QUIET = ["eval.at_start=false", "eval.at_end=false", "logging.wandb.mode=disabled"]
+
+
+class FirstRollout(Exception):
+    """The loop has come to its first rollout."""
+
+
+class FakeParts:
+    """Ranks, stream, sync, backend and collector in one; notes what it is asked, in order."""
+
+    num_replicas = 1
+    alive = (0,)
+    num_restarts = 0
+
+    def __init__(self, ready: list[int], master_hash: str = "aa") -> None:
+        self.events: list[Any] = []
+        self._ready = ready
+        self._hash = master_hash
+
+    def all(self, method: str, *args: Any) -> list[None]:
+        self.events.append((method, *args))
+        return [None]
+
+    def one(self, rank: int, method: str) -> str:
+        return self._hash
+
+    def make_senders(self) -> None:
+        self.events.append("make_senders")
+
+    def restore(self, state: dict) -> None:
+        self.events.append(("stream", state["next_ordinal"]))
+
+    def connect(self, replica: int) -> None:
+        self.events.append(("connect", replica))
+
+    def sync(self, version: int, replicas: Any) -> SimpleNamespace:
+        self.events.append(("sync", version))
+        failed = {} if self._ready else {0: "it is late"}
+        return SimpleNamespace(failed=failed, metrics=dict)
+
+    def ready(self, version: int) -> list[int]:
+        return self._ready
+
+    def take(self, count: int) -> list:
+        return []
+
+    def collect(self, *args: Any) -> None:
+        self.events.append("rollout")
+        raise FirstRollout
+
+    def __call__(self, replica: int) -> bool:
+        self.events.append(("heal", replica))
+        return False
+
+
+def resumed_trainer(run: RunDirectory, config: Config, parts: FakeParts) -> Trainer:
+    trainer = Trainer.__new__(Trainer)
+    state = {
+        "step": 5,
+        "version": 4,
+        "stream": {"next_ordinal": 160},
+        "skipped_updates": 1,
+        "restarts": 0,
+        "initial_hash": "aa",
+        "seconds": 1.0,
+        "metrics": {"reward/mean": 0.5},
+    }
+    values = {
+        "_config": config,
+        "_run": run,
+        "_model_path": "the model",
+        "_found": Checkpoint(5, Path("the checkpoint"), state),
+        "_step": 0,
+        "_version": 0,
+        "_skipped": 0,
+        "_sampling": None,
+    }
+    for name in ("_ranks", "_stream", "_sync", "_backend", "_collector", "_heal"):
+        values[name] = parts
+    for name, value in values.items():
+        setattr(trainer, name, value)
+    return trainer
+
+
+def config_of(tmp_path: Path, *overrides: str) -> Config:
+    words = [f"run.dir={tmp_path / 'run'}", *QUIET, *overrides]
+    return Config.load("configs/tiny_cpu.yaml", words)
+
+
+# BR-018, BR-048
+def test_a_resumed_run_restores_everything_then_pushes_the_weights_then_rolls_out(
+    tmp_path: Path,
+) -> None:
+    config, parts = config_of(tmp_path), FakeParts(ready=[0])
+    with RunDirectory(config, "train") as run, pytest.raises(FirstRollout):
+        resumed_trainer(run, config, parts).run()
+    assert parts.events == [
+        ("load_initial", "the checkpoint"),
+        ("load", "the checkpoint"),
+        ("stream", 160),
+        "make_senders",
+        ("connect", 0),
+        ("sync", 4),
+        "rollout",
+    ]
+
+
+# BR-018
+def test_weights_that_do_not_arrive_end_the_run_before_any_rollout(tmp_path: Path) -> None:
+    config, parts = config_of(tmp_path), FakeParts(ready=[])
+    with RunDirectory(config, "train") as run, pytest.raises(SyncError, match="it is late"):
+        resumed_trainer(run, config, parts).run()
+    assert ("heal", 0) in parts.events
+    assert "rollout" not in parts.events
+
+
+def test_a_kl_reference_that_changed_since_the_run_began_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "grpo.kl.coef=0.1")
+    with RunDirectory(config, "train") as run:
+        with pytest.raises(FirstRollout):
+            resumed_trainer(run, config, FakeParts(ready=[0])).run()
+        with pytest.raises(ConfigError, match="not those that the run began with"):
+            resumed_trainer(run, config, FakeParts(ready=[0], master_hash="bb")).run()
+
+
+# BR-072: quantisation noise is no alarm, another function is
+@pytest.mark.parametrize("mismatch", [0.0, 0.010, 0.015])
+def test_a_small_mismatch_stays_quiet(tmp_path: Path, mismatch: float) -> None:
+    config = config_of(tmp_path)
+    with RunDirectory(config, "train") as run:
+        trainer = resumed_trainer(run, config, FakeParts(ready=[0]))
+        trainer._check_health({"mismatch/logprob_abs_diff_mean": mismatch})
+
+
+def test_a_large_mismatch_or_too_many_skipped_updates_stop_the_run(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "train.max_skipped_updates=2")
+    with RunDirectory(config, "train") as run:
+        trainer = resumed_trainer(run, config, FakeParts(ready=[0]))
+        with pytest.raises(TrainingError, match=r"differ by 0\.2 .*train\.max_mismatch=0\.15"):
+            trainer._check_health({"mismatch/logprob_abs_diff_mean": 0.2})
+        trainer._skipped = 2
+        trainer._check_health({})
+        trainer._skipped = 3
+        with pytest.raises(TrainingError, match="3 updates were skipped"):
+            trainer._check_health({})
+
+
+@pytest.mark.parametrize("override", ["rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_p=0.1"])
+def test_truncated_sampling_cannot_be_trained_on(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match="training needs the whole distribution"):
+        train(config_of(tmp_path, override))

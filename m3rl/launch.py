@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from m3rl.errors import M3rlError
 from m3rl.rank_settings import RankSettings
 from m3rl.rollout.placement import put, worker_options
 from m3rl.weight_sync.send import Sender
 
 if TYPE_CHECKING:
     from m3rl.train_rank import TrainRank
+
+
+class RankError(M3rlError):
+    """Trainer ranks could not start, or one died: the run ends, and goes on from its checkpoint."""
+
 
 SYNC_THREADS = 8
 """Calls of a rank's sender that may wait at the same time, one or more for each replica."""
@@ -92,7 +98,7 @@ class TrainerRanks:
             ]
             ray.get(building, timeout=start_timeout_s)
         except GetTimeoutError:
-            raise RuntimeError(
+            raise RankError(
                 f"{num_ranks} trainer ranks did not start within {start_timeout_s:g} s; "
                 "is there room for them on the cluster (`ray status`)?"
             ) from None
@@ -133,5 +139,5 @@ class TrainerRanks:
             try:
                 ray.get(done)
             except RayActorError as error:
-                raise RuntimeError(f"trainer rank {refs.index(done[0])} died: {error}") from error
+                raise RankError(f"trainer rank {refs.index(done[0])} died: {error}") from error
         return ray.get(refs)

@@ -195,7 +195,7 @@ class M3Backend:
         """Results of a call on each of `replicas`.
 
         Raises:
-            BackendError: one is gone or silent for CALL_TIMEOUT_S.
+            BackendError: one is gone, refuses, or is silent for CALL_TIMEOUT_S.
         """
         refs = [getattr(self.actor(replica), method).remote(*args) for replica in replicas]
         try:
@@ -206,6 +206,8 @@ class M3Backend:
             ) from None
         except RayActorError as error:
             raise BackendError(f"{method}: a replica is gone: {_cause(error)}") from error
+        except RayTaskError as error:
+            raise BackendError(f"{method}: {error.cause}") from error
 
     def _abandon(self, pending: dict[Any, int], shares: dict[int, list[GenerationRequest]]) -> None:
         """End what other replicas still do for a call that failed."""

@@ -24,8 +24,7 @@ MISMATCH = "mismatch/logprob_abs_diff_mean"
 
 
 class TreeMemory(threading.Thread):
-    """Largest sum of PSS over a process, all its descendants and what they left behind in its
-    session, in bytes."""
+    """Largest sum of PSS over a process and all its descendants, in bytes."""
 
     def __init__(self, pid: int, interval_s: float = 0.5) -> None:
         super().__init__(daemon=True)

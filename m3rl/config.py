@@ -101,7 +101,8 @@ class KLConfig(Section):
 
 class ImportanceConfig(Section):
     kind: Literal["tis", "none"] = "tis"
-    """Correction for sampling by the runtime: truncated importance sampling, or none."""
+    """Correction for sampling by the runtime: truncated importance sampling, or none. Acts with
+    old_logprobs: recompute; with behaviour the clipped ratio itself carries the mismatch."""
     cap: Float = Field(default=2.0, gt=0)
     """Largest importance weight of a token."""
 

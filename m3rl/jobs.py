@@ -26,11 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 def rollout(config: Config) -> int:
-    """Collect and score rollout.num_prompts groups into run.dir/rollouts, a file every
-    rollout.prompts_per_step.
+    """Collect and score rollout.num_prompts groups into run.dir/rollouts.
 
-    Files that are there already are kept: interrupted and started again, it goes on behind the last
-    one.
+    One file every rollout.prompts_per_step prompts. Files that are there already are kept:
+    interrupted and started again, it goes on behind the last one. Tokens are the same then;
+    log-probabilities may differ in their last bits, for prompts share cached pages across files.
+
+    Raises:
+        ConfigError: no number of prompts, or run.dir is not this collection's.
     """
     total = config.rollout.num_prompts
     if total is None:

@@ -30,8 +30,7 @@ class RunDirectory:
 
         Raises:
             ConfigError: the directory belongs to another command or configuration (says what
-                differs), or another
-                process is running in it.
+                differs), or another process is running in it.
         """
         self.path = Path(config.run.dir)
         self.path.mkdir(parents=True, exist_ok=True)

@@ -132,8 +132,7 @@ class TrainBatch:
     """float32"""
     temperature: float
     denominator: float
-    """What the summed token losses of the whole batch are divided by, known before the first
-    backward."""
+    """Trained tokens of all rows; an optimizer step divides its loss by those of its own rows."""
     routing: list[np.ndarray | None] | None = None
     blocks: list[np.ndarray | None] | None = None
 

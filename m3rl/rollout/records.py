@@ -38,9 +38,8 @@ SCHEMA = pa.schema(
         ("blocks_shape", pa.list_(pa.int32())),
     ]
 )
-"""`reward_parts` is a JSON object of numbers; `version_spans` is flattened pairs; `routing` (uint8)
-and `blocks`
-(int32, little endian) are raw bytes in C order with their shape beside them."""
+"""`reward_parts` is a JSON object of its few numbers by name; `version_spans` is flattened pairs;
+`routing` (uint8) and `blocks` (int32, little endian) are raw bytes in C order, shapes beside them."""
 
 
 def write_completions(path: Path, completions: Sequence[Completion]) -> None:

@@ -33,8 +33,13 @@ class RunDirectory:
                 differs), or another process is running in it.
         """
         self.path = Path(config.run.dir)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("w")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={self.path} cannot be used: {error.strerror}; choose another run.dir"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

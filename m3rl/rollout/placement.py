@@ -30,8 +30,8 @@ this."""
 def ray_cluster(num_processes: int) -> Iterator[None]:
     """A Ray cluster for `num_processes` workers, ended on every way out of the block.
 
-    With RAY_ADDRESS set, joins that cluster. Otherwise starts a local one with at least as many CPUs
-    as workers: each is limited by its own thread count, so two cores hold a rank and a replica.
+    With RAY_ADDRESS set, joins that cluster. Otherwise starts a local one with at least as many
+    CPUs as workers: each is limited by its own threads, so two cores hold a rank and a replica.
     """
     on_terminate = signal.getsignal(signal.SIGTERM)  # Ray puts its own, which cleans up nothing
     if ray.is_initialized():

@@ -39,7 +39,7 @@ SCHEMA = pa.schema(
     ]
 )
 """`reward_parts` is a JSON object of its few numbers by name; `version_spans` is flattened pairs;
-`routing` (uint8) and `blocks` (int32, little endian) are raw bytes in C order, shapes beside them."""
+`routing` (uint8) and `blocks` (little-endian int32) are bytes in C order, their shapes beside."""
 
 
 def write_completions(path: Path, completions: Sequence[Completion]) -> None:

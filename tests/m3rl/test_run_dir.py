@@ -54,6 +54,12 @@ def test_a_second_holder_is_refused_while_the_first_lives(tmp_path: Path) -> Non
         pass
 
 
+def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ConfigError, match="cannot be used: File exists"):
+        RunDirectory(config(tmp_path), "train")
+
+
 def test_evaluations_are_kept_once_and_cut_where_the_run_goes_on(tmp_path: Path) -> None:
     def record(version: int, accuracy: float) -> dict:
         return {"set": "a", "version": version, "step": version, "accuracy": accuracy}

@@ -46,6 +46,8 @@ class Run:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
+                # A shell's background job ignores SIGINT, and its children inherit that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         self.family: dict[int, psutil.Process] = {}
 

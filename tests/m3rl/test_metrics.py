@@ -1,5 +1,6 @@
 import json
 import logging
+import time
 import sys
 import types
 
@@ -219,7 +220,10 @@ def test_the_real_wandb_keeps_every_step_offline_under_one_id(tmp_path, monkeypa
     assert state["step"] == 4
     for run in runs:
         [log_file] = (tmp_path / "wandb" / run).glob("*.wandb")
-        assert STEP_AXIS.encode() in log_file.read_bytes()
+        deadline = time.monotonic() + 20  # wandb's own process writes a moment after finish()
+        while STEP_AXIS.encode() not in log_file.read_bytes():
+            assert time.monotonic() < deadline, f"{log_file} holds no step"
+            time.sleep(0.05)
 
 
 def test_progress_tells_what_is_left(caplog, monkeypatch):

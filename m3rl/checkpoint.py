@@ -50,6 +50,8 @@ MODEL_FILES = (
     "chat_template.json",
 )
 """What may lie beside the weights and belongs to the model; copied into every checkpoint."""
+MIN_FREE_BYTES = 1 << 20
+"""With less left, a failure to write is put down to the full disk."""
 _TEMPORARY = ".writing_"
 _REPLACED = ".replaced_"
 _FAULTY = ".faulty_"
@@ -109,9 +111,10 @@ def save(
         _sync_tree(temporary)
         final = _publish(folder, temporary, step)
     except BaseException as error:
+        is_full = _is_disk_full(error, folder)
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) or _is_disk_full(error):
-            raise CheckpointError(_write_failure(folder, step, error)) from error
+        if isinstance(error, OSError) or is_full:
+            raise CheckpointError(_write_failure(folder, step, error, is_full)) from error
         raise
     _prune(folder, step, keep)
     return final
@@ -268,13 +271,16 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(leftover)
 
 
-def _is_disk_full(error: BaseException) -> bool:
-    # safetensors and torch.distributed.checkpoint raise errors of their own with the text inside.
-    return getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error)
+def _is_disk_full(error: BaseException, folder: Path) -> bool:
+    """safetensors raises an error of its own with the text inside, torch's writer one without."""
+    if getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error):
+        return True
+    is_left = folder.is_dir() and shutil.disk_usage(folder).free >= MIN_FREE_BYTES
+    return isinstance(error, Exception) and not is_left
 
 
-def _write_failure(folder: Path, step: int, error: BaseException) -> str:
-    reason = "the disk is full" if _is_disk_full(error) else str(error)
+def _write_failure(folder: Path, step: int, error: BaseException, is_full: bool) -> str:
+    reason = "the disk is full" if is_full else str(error)
     kept = [_name(s) for s in _steps(folder)] if folder.is_dir() else []
     return (
         f"could not save the checkpoint of step {step} in {folder}: {reason}. "

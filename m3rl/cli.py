@@ -12,7 +12,8 @@ import importlib
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,23 @@ def _run(arguments: argparse.Namespace) -> int:
     # a scheduler's SIGTERM cleans up like Ctrl-C does
     signal.signal(signal.SIGTERM, _terminate)
     module, _, function = RUNS[arguments.command][0].partition(":")
-    command: Any = importlib.import_module(module)  # brings ray and torch
+    with _interrupts_held():
+        command: Any = importlib.import_module(module)  # brings ray and torch
     code: int = getattr(command, function)(config)
     return code
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits until the block is done: some libraries abort when it comes while they load."""
+    held: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if held:
+        raise KeyboardInterrupt
 
 
 def _terminate(*_: object) -> None:
@@ -136,7 +151,9 @@ def _check(arguments: argparse.Namespace) -> int:
                 plan = make_plan(config, required=[])  # a plan can be made before the download
                 text, works = gpu_table(plan, arguments.gpus)
                 print(f"{describe(plan)}\n\n{text}")
-                code = code if works else 2
+                if not works:
+                    code = 2
+                    continue
         except ConfigError as error:
             code = 2
             for line in str(error).splitlines():

@@ -52,6 +52,9 @@ __all__ = [
 ]
 
 
+Beta = Annotated[Float, Field(ge=0, lt=1)]
+
+
 class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the run in logs and in wandb: letters, digits, dot, dash, underscore."""
@@ -80,7 +83,7 @@ class PolicyConfig(Section):
 class OptimizerConfig(Section):
     lr: Float = Field(default=1e-6, gt=0)
     """AdamW's learning rate after the warm-up."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's decay of the two moments."""
     eps: Float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
@@ -325,15 +328,16 @@ class Config(Section):
     def differences(self, other: Config) -> list[str]:
         """`key: mine here, theirs there` for all that a run and its resumption must agree on.
 
-        How long a run is, where it lives and how it is saved may change: train.steps, run.dir,
-        run.name, checkpoint.*. (Another run.seed would draw other prompts from here on.)
+        How long a run is, where it lives and how it is saved may change: train.steps,
+        rollout.num_prompts, run.dir, run.name, checkpoint.*. (Another run.seed would draw other
+        prompts from here on.)
         """
         mine, theirs = flatten(self.to_dict()), flatten(other.to_dict())
         return [
             f"{key}: {mine.get(key)!r} here, {theirs.get(key)!r} there"
             for key in sorted(mine.keys() | theirs.keys())
             if mine.get(key) != theirs.get(key)
-            and key not in ("train.steps", "run.dir", "run.name")
+            and key not in ("train.steps", "rollout.num_prompts", "run.dir", "run.name")
             and not key.startswith("checkpoint.")
         ]
 

@@ -108,7 +108,16 @@ class RunDirectory:
             os.fsync(file.fileno())
         temporary.replace(path)
 
+    def _has_results(self) -> bool:
+        metrics = self.path / "metrics.jsonl"
+        has_lines = metrics.exists() and metrics.stat().st_size > 0
+        folders = (self.path / "checkpoints", self.path / "rollouts")
+        return has_lines or any(folder.is_dir() and any(folder.iterdir()) for folder in folders)
+
     def _claim(self, config: Config, purpose: str) -> None:
+        if not self._has_results():  # begun and failed before its first result: free for all
+            (self.path / "config.yaml").unlink(missing_ok=True)
+            (self.path / "command").unlink(missing_ok=True)
         owner = self.path / "command"
         if owner.exists() and owner.read_text() != purpose:
             raise ConfigError(

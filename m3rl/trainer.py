@@ -139,8 +139,7 @@ class Trainer:
         exit_code = 1
         try:
             self._ranks.make_senders()
-            for replica in range(self._backend.num_replicas):
-                self._sync.connect(replica)
+            self._connect()
             self._sync_weights()
             if self._config.eval.at_start and self._step == 0:
                 writer.log_apart(0, self._evaluate(0))
@@ -151,6 +150,15 @@ class Trainer:
         finally:
             progress.close()
             writer.finish(exit_code)
+
+    def _connect(self) -> None:
+        """Join every replica; one that is lost by then is restarted or dropped."""
+        for replica in range(self._backend.num_replicas):
+            try:
+                self._sync.connect(replica)
+            except M3rlError as error:
+                logger.error("replica %d could not be joined: %s", replica, error)
+                self._heal(replica)
 
     def _restore(self) -> dict[str, Any] | None:
         """Bring ranks and stream to the checkpoint, or to the initial weights; the checkpoint's

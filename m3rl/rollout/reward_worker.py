@@ -14,6 +14,7 @@ import importlib
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -72,9 +73,12 @@ def outcome(scorer: Scorer, payload: dict[str, Any], text: str) -> Outcome:
     A mapping of numbers is taken as the named parts of the reward, which is their sum.
     """
     try:
-        result = scorer(payload, text)
+        return _judged(scorer(payload, text))
     except BaseException as error:  # the scorer is foreign code; some libraries raise BaseException
         return "error", NAN, {}, describe(error)
+
+
+def _judged(result: Any) -> Outcome:
     is_mapping = isinstance(result, dict)
     values = list(result.values()) if is_mapping else [result]
     if not values or not all(isinstance(value, Real) for value in values):
@@ -92,7 +96,10 @@ def outcome(scorer: Scorer, payload: dict[str, Any], text: str) -> Outcome:
 
 
 def describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
+    try:
+        return f"{type(error).__name__}: {error}"[:500]
+    except Exception:  # foreign code again: an error that cannot say what it is
+        return type(error).__name__
 
 
 def serve(connection: Connection) -> None:
@@ -108,16 +115,20 @@ def serve(connection: Connection) -> None:
         connection.send(("failed", describe(error)))
         return
     connection.send(("ready", ""))
+    own_pid = os.getpid()
     while True:
         for key, payload, text in connection.recv():
-            connection.send((key, *outcome(scorer, payload, text)))
+            answer = outcome(scorer, payload, text)
+            if os.getpid() != own_pid:  # the scorer forked and returned twice
+                os._exit(1)
+            connection.send((key, *answer))
 
 
 def _die_with(parent: int) -> None:
     """A scorer that hangs does not see its connection close; this thread sees the parent go."""
     while os.getppid() == parent:
         time.sleep(0.5)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)  # with all that the scorer started: this process leads its group
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -300,3 +301,17 @@ def test_a_kill_at_any_moment_leaves_a_whole_model_or_none_and_the_next_write_go
         if code == 0:
             break
     assert (code, moment) == (0, 8)  # two files, three syncs, two renames, the folder's sync
+
+
+def test_a_writer_that_hides_why_it_failed_on_a_full_disk_is_understood(tmp_path, monkeypatch):
+    """torch's zip writer says `unexpected pos 704 vs 598` and nothing of the disk."""
+    save(tmp_path, 1, lambda path: (path / "a").write_text("x"), {}, keep=2)
+    nothing_left = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr("m3rl.checkpoint.shutil.disk_usage", lambda path: nothing_left)
+
+    def write(path):
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        save(tmp_path, 2, write, {}, keep=2)
+    assert find_latest(tmp_path).step == 1

@@ -1,7 +1,7 @@
 import json
 import logging
-import time
 import sys
+import time
 import types
 
 import numpy as np

@@ -13,17 +13,30 @@ def config(tmp_path: Path, *overrides: str) -> Config:
     return Config.load("configs/tiny_cpu.yaml", [f"run.dir={tmp_path / 'run'}", *overrides])
 
 
-def test_the_same_configuration_and_a_longer_one_may_go_on(tmp_path: Path) -> None:
-    with RunDirectory(config(tmp_path), "train"):
+def begin(tmp_path: Path, *overrides: str, purpose: str = "train") -> None:
+    """A run that has come to its first result."""
+    with RunDirectory(config(tmp_path, *overrides), purpose) as run:
+        (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def test_a_run_that_failed_before_its_first_result_leaves_the_directory_free(
+    tmp_path: Path,
+) -> None:
+    with RunDirectory(config(tmp_path, "rollout.group_size=4"), "rollout"):
         pass
+    with RunDirectory(config(tmp_path), "train") as run:
+        assert Config.load(run.path / "config.yaml", []).rollout.group_size == 8
+
+
+def test_the_same_configuration_and_a_longer_one_may_go_on(tmp_path: Path) -> None:
+    begin(tmp_path)
     longer = config(tmp_path, "train.steps=1000", "checkpoint.every=7", "run.name=other")
     with RunDirectory(longer, "train") as run:
         assert Config.load(run.path / "config.yaml", []).train.steps == 1000
 
 
 def test_what_differs_is_named_with_both_values(tmp_path: Path) -> None:
-    with RunDirectory(config(tmp_path), "train"):
-        pass
+    begin(tmp_path)
     with pytest.raises(ConfigError, match=r"rollout\.group_size: 4 here, 8 there"):
         RunDirectory(config(tmp_path, "rollout.group_size=4"), "train")
     with RunDirectory(config(tmp_path), "train"):  # the refusal left it as it was, and unlocked
@@ -31,15 +44,13 @@ def test_what_differs_is_named_with_both_values(tmp_path: Path) -> None:
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:
-    with RunDirectory(config(tmp_path), "train"):
-        pass
+    begin(tmp_path)
     with pytest.raises(ConfigError, match=r"run\.seed"):
         RunDirectory(config(tmp_path, "run.seed=1"), "train")
 
 
 def test_a_directory_belongs_to_one_command(tmp_path: Path) -> None:
-    with RunDirectory(config(tmp_path), "train"):
-        pass
+    begin(tmp_path)
     with pytest.raises(ConfigError, match="belongs to `m3rl train`"):
         RunDirectory(config(tmp_path), "rollout")
 

@@ -44,6 +44,15 @@ def score(payload, text):
     if text == "print":
         print("a word of the scorer", flush=True)
         os.write(1, b"another one")
+    if text == "fork":
+        os.fork()
+        return 1.0
+    if text == "huge":
+        return 10**400
+    if text == "unspeakable":
+        class Mute:
+            def __repr__(self): raise RuntimeError("I cannot be shown")
+        return Mute()
     if text == "pid":
         return os.getpid()
     return float(text == payload["answer"])
@@ -107,7 +116,7 @@ def test_a_killed_worker_takes_the_processes_of_its_scorer_along(pool, tmp_path)
     scoring = pool(timeout_s=3.0, max_error_frac=1.0)
     [score] = scoring.score([({"file": str(file)}, "child")])
     assert score.status == "timeout"
-    assert not is_running(int(file.read_text()))
+    wait_until_gone(int(file.read_text()))
 
 
 # BR-079
@@ -279,6 +288,25 @@ def test_exact_compares_stripped_text_with_the_answer(pool):
     scoring = pool(kind="exact", target=None)
     scores = scoring.score([({"answer": 42}, " 42\n"), ({"answer": "42"}, "42.0")])
     assert [s.value for s in scores] == [1.0, 0.0]
+
+
+def test_a_scorer_that_forks_and_returns_twice_answers_once(pool):
+    scores = pool().score(items("fork", "a", "fork", "b"))
+    assert [(s.status, s.value) for s in scores] == [
+        ("ok", 1.0),
+        ("ok", 0.0),
+        ("ok", 1.0),
+        ("ok", 0.0),
+    ]
+
+
+def test_a_result_that_cannot_be_judged_is_an_error_and_costs_no_process(pool):
+    before, huge, mute, after = pool(max_error_frac=1.0).score(
+        items("pid", "huge", "unspeakable", "pid")
+    )
+    assert huge.status == mute.status == "error"
+    assert "OverflowError" in huge.message
+    assert before.value == after.value  # the same process answered
 
 
 def test_no_items_need_no_scores(pool):

@@ -111,6 +111,7 @@ class RolloutSide:
 
     def wait_started(self) -> None:
         self.backend.wait_started()
+        self.rewards.wait_started()
 
     def collector(self, heal: Callable[[int], bool]) -> Collector:
         """A collector on these replicas; `heal` brings back a lost one (see `Collector`)."""

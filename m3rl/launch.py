@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from m3rl.errors import M3rlError
 from m3rl.rank_settings import RankSettings
-from m3rl.rollout.placement import put, worker_options
+from m3rl.rollout.placement import cause_of, future_of, put, worker_options
 from m3rl.weight_sync.send import Sender
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class TrainerRanks:
 
     def call(self, rank: int, method: str, *args: Any) -> Future[Any]:
         """A method of a rank's sender (`SenderGroup`)."""
-        return self._actors[rank].sync_call.remote(method, *args).future()
+        return future_of(self._actors[rank].sync_call.remote(method, *args))
 
     def one(self, rank: int, method: str, *args: Any) -> Any:
         """Result of a call on one rank, errors as they were raised there."""
@@ -139,5 +139,7 @@ class TrainerRanks:
             try:
                 ray.get(done)
             except RayActorError as error:
-                raise RankError(f"trainer rank {refs.index(done[0])} died: {error}") from error
+                raise RankError(
+                    f"trainer rank {refs.index(done[0])} died: {cause_of(error)}"
+                ) from error
         return ray.get(refs)

@@ -6,8 +6,10 @@ Reads JSON files and safetensors headers only: it imports neither ray, torch nor
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from inference import config as model_config
@@ -72,7 +74,7 @@ def make_plan(config: Config, *, required: Collection[ModelPart] = MODEL_PARTS) 
         faults = weight_problems(path, model.num_parameters)
         (problems if "weights" in required else notices).extend(faults)
         problems += _length_problems(config, model)
-    problems += _dataset_problems(config)
+    problems += _dataset_problems(config) + _run_dir_problems(config)
     if problems or model is None:
         raise ConfigError("\n".join(problems))
     return _measure(config, model, (*notices, *_notices(config)))
@@ -156,6 +158,16 @@ def _length_problems(config: Config, model: model_config.ModelConfig) -> list[st
         f"{model.max_position_embeddings}, {engine.num_pages} pages of {model.index_block_size} "
         f"tokens); shorten them, or set rollout.backend.engine.num_pages to {pages} or more"
     ]
+
+
+def _run_dir_problems(config: Config) -> list[str]:
+    """The nearest folder that is there already must be one that can be written to."""
+    path = Path(config.run.dir).absolute()
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return []
+    fault = "cannot be written to" if nearest.is_dir() else "is not a directory"
+    return [f"run.dir: {nearest} {fault} ({config.origin('run.dir')}); choose another run.dir"]
 
 
 def _dataset_problems(config: Config) -> list[str]:

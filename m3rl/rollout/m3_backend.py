@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from m3rl.rollout.backend import BackendError, GenerationOutcome, PauseMode, ReplicaHealth
 from m3rl.rollout.m3_replica import M3Replica, ReplicaSettings
-from m3rl.rollout.placement import worker_options
+from m3rl.rollout.placement import cause_of, future_of, worker_options
 from m3rl.types import GenerationRequest, Receiver, RemoteReceiver, TensorSlot
 
 logger = logging.getLogger(__name__)
@@ -36,10 +36,10 @@ class _RemoteReceiver:
         self._replica = replica
 
     def attach(self, receiver: Receiver) -> None:
-        ray.get(self._backend.actor(self._replica).attach.remote(receiver))
+        future_of(self._backend.actor(self._replica).attach.remote(receiver)).result()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        return self._backend.actor(self._replica).receiver_call.remote(method, *args).future()
+        return future_of(self._backend.actor(self._replica).receiver_call.remote(method, *args))
 
 
 class M3Backend:
@@ -155,7 +155,7 @@ class M3Backend:
             try:
                 per_replica.append(ray.get(ref))
             except (RayActorError, RayTaskError) as error:
-                logger.warning("a replica gave no figures: %s", _cause(error))
+                logger.warning("a replica gave no figures: %s", cause_of(error))
         return {
             f"engine/{key}": float(np.mean([stats[key] for stats in per_replica]))
             for key in (per_replica[0] if per_replica else {})
@@ -176,7 +176,7 @@ class M3Backend:
         except GetTimeoutError:
             return ReplicaHealth(replica, False, None, f"no answer within {timeout_s:g} s")
         except RayActorError as error:
-            return ReplicaHealth(replica, False, None, _cause(error))
+            return ReplicaHealth(replica, False, None, cause_of(error))
         return ReplicaHealth(replica, not report["failure"], report["version"], report["failure"])
 
     def _await_start(self, replicas: Sequence[int] | range) -> None:
@@ -189,7 +189,7 @@ class M3Backend:
                 "is there room for them on the cluster (`ray status`)?"
             ) from None
         except RayActorError as error:
-            raise BackendError(f"a replica could not start: {_cause(error)}") from error
+            raise BackendError(f"a replica could not start: {cause_of(error)}") from error
 
     def _ask(self, replicas: Sequence[int], method: str, *args: Any) -> list[Any]:
         """Results of a call on each of `replicas`.
@@ -205,7 +205,7 @@ class M3Backend:
                 f"{method}: replicas {list(replicas)} did not all answer in {CALL_TIMEOUT_S:g} s"
             ) from None
         except RayActorError as error:
-            raise BackendError(f"{method}: a replica is gone: {_cause(error)}") from error
+            raise BackendError(f"{method}: a replica is gone: {cause_of(error)}") from error
         except RayTaskError as error:
             raise BackendError(f"{method}: {error.cause}") from error
 
@@ -227,9 +227,9 @@ class M3Backend:
         except RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise BackendError(f"the runtime refused a request: {error.cause}") from error
-            return _cause(error)
+            return cause_of(error)
         except RayActorError as error:
-            return _cause(error)
+            return cause_of(error)
         outcome.generated.update({result.request_id: result for result in results})
         return None
 
@@ -275,10 +275,3 @@ def _progress(ref: Any) -> int | None:
         return int(ray.get(ref, timeout=0)["progress"])
     except (GetTimeoutError, RayActorError):  # a death is told by the call that waits for results
         return None
-
-
-def _cause(error: BaseException) -> str:
-    """The innermost line of a Ray error, without its remote traceback."""
-    cause = getattr(error, "cause", None) or error
-    lines = [line for line in str(cause).splitlines() if line.strip()]
-    return f"{type(cause).__name__}: {lines[-1] if lines else cause!r}"

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,9 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray
+from ray.exceptions import RayActorError
+
+from m3rl.errors import M3rlError
 
 logger = logging.getLogger(__name__)
 
@@ -80,3 +84,35 @@ def node_address() -> str:
 def put(value: Any) -> Any:
     """Place a value once in the object store, for several workers to read."""
     return ray.put(value)
+
+
+class WorkerDied(M3rlError):
+    """The process of a worker ended while it was asked something."""
+
+
+def future_of(ref: Any) -> Future[Any]:
+    """The future of a Ray call; the death of the worker comes as WorkerDied, in one line."""
+    told: Future[Any] = Future()
+
+    def tell(asked: Future[Any]) -> None:
+        error = asked.exception()
+        if isinstance(error, RayActorError):
+            error = WorkerDied(cause_of(error))
+        if error is None:
+            told.set_result(asked.result())
+        else:
+            told.set_exception(error)
+
+    ref.future().add_done_callback(tell)
+    return told
+
+
+def cause_of(error: BaseException) -> str:
+    """A Ray error in one line, without its remote traceback and Ray's advice."""
+    cause = getattr(error, "cause", None) or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    if isinstance(error, RayActorError):
+        pid = next((line for line in lines if line.startswith("pid:")), None)
+        if pid is not None:
+            return f"its process died ({pid})"
+    return f"{type(cause).__name__}: {lines[-1] if lines else cause!r}"

@@ -75,6 +75,17 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def wait_started(self) -> None:
+        """Return when every worker can score.
+
+        Raises:
+            RewardError: the scorer cannot be imported or started (says why).
+        """
+        with self._lock:
+            nothing = _Call([], self._timeout_s, self._max_error_frac)
+            for worker in self._workers:
+                worker.wait_ready(nothing)
+
     def score(self, items: Sequence[Item]) -> list[Score]:
         """Outcomes in the order of `items`; safe to call from any thread.
 
@@ -164,6 +175,13 @@ class _Worker:
     @property
     def is_idle(self) -> bool:
         return self._is_ready and not self.in_flight
+
+    def wait_ready(self, call: _Call) -> None:
+        while not self._is_ready:
+            if self.connection.poll(max(0.0, self.deadline - time.monotonic())):
+                self.receive(call)
+            else:
+                self.give_up(call)
 
     def send(self, call: _Call) -> None:
         keys = [call.pending.popleft() for _ in range(min(CHUNK_SIZE, len(call.pending)))]

@@ -319,7 +319,8 @@ def _outcome(one: Replica, version: int, serial: int) -> str | None:
     if isinstance(error, RefusedError):
         logger.error("replica %d refuses version %d: %s", one.number, version, error)
     else:
-        logger.error("replica %d is POISONED", one.number, exc_info=error)
+        logger.error("replica %d is POISONED: %s", one.number, error)
+        logger.debug("what led to it", exc_info=error)
     return "; ".join([str(error), *complaints])
 
 

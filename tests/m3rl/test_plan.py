@@ -253,3 +253,9 @@ def test_a_model_that_needs_several_gpus_is_refused_with_its_size(tmp_path, mode
     text, works = gpu_table(plan, [8, 64])
     assert not works
     assert "a trainer rank needs 6.2 TiB and cannot be spread over GPUs yet" in text
+
+
+def test_a_run_directory_below_a_file_is_refused(tmp_path, model):
+    (tmp_path / "file").write_text("")
+    text = refusal(tmp_path, run={"name": "x", "dir": str(tmp_path / "file" / "run")})
+    assert f"run.dir: {tmp_path / 'file'} is not a directory" in text

@@ -309,6 +309,12 @@ def test_a_result_that_cannot_be_judged_is_an_error_and_costs_no_process(pool):
     assert before.value == after.value  # the same process answered
 
 
+def test_a_scorer_that_is_not_there_is_told_before_anything_is_scored(pool):
+    pool().wait_started()
+    with pytest.raises(RewardError, match="no_such_function"):
+        pool(target="my_scorers:no_such_function").wait_started()
+
+
 def test_no_items_need_no_scores(pool):
     assert pool().score([]) == []
 

@@ -87,3 +87,16 @@ def test_no_file_is_longer_than_400_lines(folder):
         if (lines := len(file.read_text().splitlines())) > 400
     ]
     assert long == []
+
+
+@pytest.mark.parametrize("package", ["m3rl.grpo", "m3rl.weight_sync"])
+def test_grpo_and_weight_sync_need_nothing_that_a_bare_gpu_host_lacks(package):
+    code = f"""
+import sys, pkgutil, importlib
+package = importlib.import_module({package!r})
+for module in pkgutil.iter_modules(package.__path__):
+    importlib.import_module({package!r} + "." + module.name)
+absent = {{"transformers", "ray", "wandb", "vllm", "pydantic", "accelerate"}}
+assert not absent & set(sys.modules), absent & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

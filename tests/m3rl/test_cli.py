@@ -1,6 +1,7 @@
 import errno
 import logging
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from ray.exceptions import RayTaskError
 
+from m3rl import cli
 from m3rl.checkpoint import CheckpointError
 from m3rl.cli import RUNS, main
 from m3rl.rollout.backend import BackendError
@@ -236,3 +238,18 @@ def quiet_logging():
     yield
     root.setLevel(before[0])
     root.handlers[:] = before[1]
+
+
+def test_an_interrupt_while_libraries_load_waits_until_they_are_loaded():
+    events = []
+
+    def load_interrupted():
+        with cli._interrupts_held():
+            os.kill(os.getpid(), signal.SIGINT)
+            events.append("loaded")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        load_interrupted()
+    assert events == ["loaded"]
+    assert signal.getsignal(signal.SIGINT) is before

@@ -130,6 +130,20 @@ def test_weights_that_do_not_arrive_end_the_run_before_any_rollout(tmp_path: Pat
     assert "rollout" not in parts.events
 
 
+def test_a_replica_lost_while_the_run_connects_is_healed_and_does_not_end_the_run(
+    tmp_path: Path,
+) -> None:
+    config, parts = config_of(tmp_path), FakeParts(ready=[0])
+
+    def connect(replica: int) -> None:
+        raise SyncError("its process died")
+
+    parts.connect = connect
+    with RunDirectory(config, "train") as run, pytest.raises(FirstRollout):
+        resumed_trainer(run, config, parts).run()
+    assert parts.events[-3:] == [("heal", 0), ("sync", 4), "rollout"]
+
+
 def test_a_kl_reference_that_changed_since_the_run_began_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, "grpo.kl.coef=0.1")
     with RunDirectory(config, "train") as run:

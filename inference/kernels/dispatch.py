@@ -1,14 +1,14 @@
-"""Where an op runs: the reference on the CPU, an error where there is no kernel."""
+"""Where an op runs: the kernel on CUDA, the reference on the CPU, else an error."""
 
 from torch import Tensor, dtype
 
 
-def require_reference(op: str, *tensors: Tensor | None) -> None:
-    """Let `op` run its CPU reference, or refuse: nothing falls back in silence.
+def use_kernel(op: str, *tensors: Tensor | None) -> bool:
+    """True where `op` runs its kernel (CUDA), False where it runs its reference (the CPU).
 
     Raises:
         ValueError: the tensors lie on different devices.
-        NotImplementedError: they lie on a device for which the op has no kernel.
+        NotImplementedError: they lie on another kind of device; nothing falls back in silence.
     """
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) != 1:
@@ -16,8 +16,15 @@ def require_reference(op: str, *tensors: Tensor | None) -> None:
             f"{op}: tensors lie on {sorted(map(str, devices))}; move them to one device"
         )
     device = devices.pop()
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"{op}: no {device.type.upper()} kernel")
+    return device.type == "cuda"
+
+
+def require_reference(op: str, *tensors: Tensor | None) -> None:
+    """As `use_kernel` for an op that has no kernel yet: NotImplementedError on CUDA too."""
+    if use_kernel(op, *tensors):
+        raise NotImplementedError(f"{op}: no CUDA kernel")
 
 
 def expect_shape(op: str, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

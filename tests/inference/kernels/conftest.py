@@ -1,13 +1,16 @@
 """Paged batches with poisoned memory, for every op that reads or writes pages."""
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from inference.kernels.decode_plan import DecodePlan, plan_units
 from inference.kernels.paging import LayerPages, PagedBatch
 
 
@@ -25,6 +28,15 @@ from inference.kernels.paging import LayerPages, PagedBatch
 def cuda(request: pytest.FixtureRequest) -> torch.device:
     """The device of a kernel test; such a test compares the op there with its reference here."""
     return torch.device(request.param)
+
+
+@pytest.fixture
+def kernel_device() -> torch.device:
+    """Where Triton kernels can run: the GPU, or the CPU through Triton's interpreter.
+
+    The interpreter's bf16 products are garbage: feed float32 or float16 where it is the CPU.
+    """
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +136,32 @@ class PagedCase:
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(self.dtype)
+
+    def to(self, device: torch.device) -> "PagedCase":
+        """The same case on `device`; `keys`, `values`, `index_keys` and `randn` stay on the CPU."""
+        other = copy.copy(self)
+        other.batch = replace(
+            self.batch,
+            **{
+                field.name: value.to(device)
+                for field in fields(self.batch)
+                if isinstance(value := getattr(self.batch, field.name), Tensor)
+            },
+        )
+        other.pages = LayerPages(
+            *(
+                None if pages is None else pages.to(device)
+                for pages in (self.pages.k_pages, self.pages.v_pages, self.pages.index_pages)
+            )
+        )
+        return other
+
+    def plan(self, num_workers: int, groups: tuple[list[int], list[int]] | None = None) -> None:
+        """Set `batch.plan`; groups are (bounds of neighbouring decodes, pages that each shares)."""
+        num_pages_R = -(-np.array(self.seq_lens[: self.batch.num_decodes]) // self.page_size)
+        bounds = (None, None) if groups is None else tuple(np.array(part) for part in groups)
+        units = plan_units(num_pages_R, *bounds, num_workers).to(self.batch.positions_T.device)
+        self.batch.plan = DecodePlan(index=units, dense=units)
 
     @property
     def num_tokens(self) -> int:

@@ -128,7 +128,7 @@ def _sharing_parts(
 
 
 def _cut(num_pages_R: np.ndarray, num_workers: int) -> tuple[np.ndarray, np.ndarray]:
-    """[U, 3] (row, first page, pages) and [R + 1] first unit of each row; U <= max(workers, rows)."""
+    """[U, 3] (row, first page, pages), [R + 1] first unit of each row; U <= max(workers, rows)."""
     units_R = -(-num_pages_R // _unit_size(num_pages_R, num_workers))
     start_R1 = np.concatenate([[0], np.cumsum(units_R)])
     row_U = np.repeat(np.arange(len(num_pages_R)), units_R)

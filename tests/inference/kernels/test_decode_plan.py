@@ -1,5 +1,7 @@
 """Every page of every decode is read exactly once, by units of nearly equal size."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,7 @@ from inference.kernels.decode_plan import MIN_SHARED_PAGES, SHARED_ROWS, plan_un
 def random_groups(rng, num_pages):
     cuts = np.unique(np.concatenate([[0, len(num_pages)], rng.integers(0, len(num_pages) + 1, 3)]))
     shared = [
-        int(rng.integers(0, 1 + num_pages[start:stop].min()))
-        for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
+        int(rng.integers(0, 1 + num_pages[start:stop].min())) for start, stop in pairwise(cuts)
     ]
     return cuts, np.array(shared)
 

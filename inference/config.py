@@ -190,6 +190,11 @@ class EngineConfig:
     dtype: str = "float32"
     """'float32' or 'bfloat16': weights, activations and pages. Router and head are FP32 always."""
     device: str = "cpu"
+    """'cpu' (references, for tests and tiny models) or 'cuda' (kernels)."""
+    kv_dtype: str = "auto"
+    """Of key and value pages: 'auto' is `dtype`; 'float8_e4m3fn' halves them and their traffic."""
+    index_dtype: str = "auto"
+    """Of index-key pages, likewise."""
     num_pages: int = 512
     page_size: int | None = None
     """Tokens a page; None takes the model's `index_block_size`, the only value allowed."""
@@ -203,10 +208,24 @@ class EngineConfig:
     """Keep room for the experts of every token, so that requests may ask for them."""
     capture_blocks: bool = False
     """Keep room for the selected blocks of every token, so that requests may ask for them."""
+    cuda_graph_sizes: tuple[int, ...] | None = None
+    """Batch sizes of decode steps that are captured when first met; a smaller batch is padded to
+    the next one, a larger one runs without a graph. None: powers of two and multiples of 16 up to
+    `max_running_requests`; () never captures."""
+    async_scheduling: bool | None = None
+    """Plan and launch a step before the tokens of the one before are known, so that the device
+    never waits for the host. None: on CUDA only."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype={self.dtype!r}; use 'float32' or 'bfloat16'")
+        if self.device.partition(":")[0] not in ("cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r}; use 'cpu', 'cuda' or 'cuda:<number>'")
+        for name in ("kv_dtype", "index_dtype"):
+            if getattr(self, name) not in ("auto", "float8_e4m3fn"):
+                raise ConfigError(f"{name}={getattr(self, name)!r}; use 'auto' or 'float8_e4m3fn'")
+        for size in self.cuda_graph_sizes or ():
+            check_positive("cuda_graph_sizes", size)
         for name in ("num_pages", "max_running_requests", "max_tokens_per_step"):
             check_positive(name, getattr(self, name))
         for name in ("page_size", "max_model_len"):
@@ -214,7 +233,7 @@ class EngineConfig:
                 check_positive(name, getattr(self, name))
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
-        """The same config with `page_size` and `max_model_len` filled in for `model`.
+        """The same config with everything filled in that was left to `model` or the device.
 
         Raises:
             ConfigError: a page size other than the block size, or a length that the model or the
@@ -234,7 +253,21 @@ class EngineConfig:
                 f"{model.max_position_embeddings}, num_pages={self.num_pages} of {block} tokens; "
                 f"use at most {capacity}, or more pages"
             )
-        return dataclasses.replace(self, page_size=block, max_model_len=length)
+        return dataclasses.replace(
+            self,
+            page_size=block,
+            max_model_len=length,
+            cuda_graph_sizes=self._graph_sizes(),
+            async_scheduling=(
+                self.device != "cpu" if self.async_scheduling is None else self.async_scheduling
+            ),
+        )
+
+    def _graph_sizes(self) -> tuple[int, ...]:
+        most = self.max_running_requests
+        if self.cuda_graph_sizes is not None:
+            return tuple(sorted({size for size in self.cuda_graph_sizes if size <= most}))
+        return tuple(sorted({s for s in (1, 2, 4, 8, *range(16, most, 16)) if s < most} | {most}))
 
 
 def _check_layers(name: str, kinds: tuple[str, ...], known: tuple[str, ...], layers: int) -> None:

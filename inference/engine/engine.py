@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from inference.config import EngineConfig, ModelConfig
-from inference.engine.batch import build_batch
 from inference.engine.coverage import Bounds, WeightSlot
+from inference.engine.in_flight import StepInFlight
 from inference.engine.loading import EngineStateError, WeightLoader, WeightState
 from inference.engine.outputs import make_output
 from inference.engine.request import (
@@ -28,7 +28,7 @@ from inference.engine.request import (
     check_request,
     make_live,
 )
-from inference.engine.sampler import Sampled, sample
+from inference.engine.sampler import Sampled
 from inference.engine.scheduler import Schedule, Scheduler
 from inference.engine.stats import Counters
 from inference.engine.stop import StopMatcher
@@ -73,6 +73,7 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._held: list[RequestOutput] = []
         """Outputs made between steps (aborts, a drain); the next step returns them."""
+        self._in_flight: StepInFlight | None = None
         self._paused: PauseMode | None = None
         self._counters = Counters()
 
@@ -99,7 +100,8 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would return or compute something."""
         is_serving = self._weights.state is WeightState.READY and self._paused is None
-        return bool(self._held) or (is_serving and bool(self._live))
+        has_requests = bool(self._live) or self._in_flight is not None
+        return bool(self._held) or (is_serving and has_requests)
 
     def add(self, request: Request) -> None:
         """Put a request at the end of the line.
@@ -128,6 +130,9 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one batch; returns the requests that finished, also those aborted since.
 
+        With `async_scheduling` a step is launched before the tokens of the one before are looked
+        at, so a request comes out one call later.
+
         Raises:
             EngineStateError: there are no whole weights to compute with.
         """
@@ -142,58 +147,86 @@ class Engine:
                 f"nothing can be computed while the engine is {self._weights.state.value}; "
                 "commit the weights of a version first"
             )
+        outputs: list[RequestOutput] = []
+        if self._scheduler.is_short_of_pages:
+            outputs += self._settle()
         schedule = self._scheduler.schedule(admit_new=admit_new)
-        if schedule is None:
-            return []
-        rows_S = schedule.rows_R[schedule.is_last_R]
-        sampled = self._compute(schedule, rows_S)
-        self._counters.count_step(schedule, sampled.is_finite_S)
-        self._postprocess(schedule, rows_S, sampled)
-        return self._collect(rows_S, sampled)
+        launched = None if schedule is None else self._launch(schedule)
+        outputs += self._settle()
+        self._in_flight = launched
+        if not self.engine_config.async_scheduling:
+            outputs += self._settle()
+        return outputs
 
-    def _compute(self, schedule: Schedule, rows_S: np.ndarray) -> Sampled:
-        """Forward pass and sampling; when either raises, no request is lost, only its pages."""
+    def _launch(self, schedule: Schedule) -> StepInFlight:
+        """Start a step; when that raises, no request is lost, only its pages."""
         rows = self._scheduler.rows
         try:
-            batch = build_batch(rows, schedule, self._worker.device)
-            return sample(self._worker.forward(batch), rows, rows_S)
+            sample = self._worker.launch(rows, schedule)
         except BaseException:
+            self._held += self._settle()
             self._scheduler.forget_pages()
             raise
-
-    def _postprocess(self, schedule: Schedule, rows_S: np.ndarray, sampled: Sampled) -> None:
-        """Keys are there, tokens are appended and stamped with the version that sampled them."""
-        rows, is_finite_S = self._scheduler.rows, sampled.is_finite_S
-        is_sound_R = np.ones(len(schedule.rows_R), bool)
-        is_sound_R[schedule.is_last_R] = is_finite_S
-        self._scheduler.complete(schedule, is_sound_R)
-        rows_F = rows_S[is_finite_S]
+        rows_S = schedule.rows_R[schedule.is_last_R]
+        self._scheduler.advance(schedule)
         version = self._weights.version
         assert version is not None, "only READY computes"
-        for row in rows_F[rows.version[rows_F] != version].tolist():
-            first = int(rows.num_tokens[row] - rows.num_prompt[row])
-            self._live_at(row).version_spans.append((first, version))
-        rows.version[rows_F] = version
-        rows.append_tokens(
+        places_S, tickets_R = rows.append_pending(rows_S), rows.ticket[schedule.rows_R]
+        return StepInFlight(schedule, rows_S, places_S, tickets_R, version, sample)
+
+    def _settle(self) -> list[RequestOutput]:
+        """Wait for the step under way, if there is one; returns the requests that it finished."""
+        flight, self._in_flight = self._in_flight, None
+        if flight is None:
+            return []
+        sampled = flight.sample.wait()
+        rows, schedule = self._scheduler.rows, flight.schedule
+        is_there_R = flight.is_there(rows)
+        is_there_S = is_there_R[schedule.is_last_R]
+        is_finite_S = sampled.is_finite_S & is_there_S
+        self._counters.count_step(schedule, is_finite_S, sampled.is_finite_S | ~is_there_S)
+        self._fill(flight, sampled, is_finite_S)
+        is_sound_R = is_there_R
+        is_sound_R[schedule.is_last_R] = is_finite_S
+        self._scheduler.remember_prompts(schedule, is_sound_R)
+        return self._collect(flight, sampled, is_there_S)
+
+    def _fill(self, flight: StepInFlight, sampled: Sampled, is_finite_S: np.ndarray) -> None:
+        """Tokens are appended and stamped with the version that sampled them."""
+        rows, rows_F = self._scheduler.rows, flight.rows_S[is_finite_S]
+        places_F = flight.places_S[is_finite_S]
+        is_first_F = rows.version[rows_F] != flight.version
+        for row, place in zip(rows_F[is_first_F], places_F[is_first_F], strict=True):
+            first = int(place - rows.num_prompt[row])
+            self._live_at(int(row)).version_spans.append((first, flight.version))
+        rows.version[rows_F] = flight.version
+        rows.fill_tokens(
             rows_F,
+            places_F,
             sampled.ids_S[is_finite_S],
             sampled.logprobs_S[is_finite_S],
             sampled.raw_logprobs_S[is_finite_S],
         )
 
-    def _collect(self, rows_S: np.ndarray, sampled: Sampled) -> list[RequestOutput]:
+    def _collect(
+        self, flight: StepInFlight, sampled: Sampled, is_there_S: np.ndarray
+    ) -> list[RequestOutput]:
         """Take out who is done: broken numbers, then stop token, stop string, length."""
-        rows, outputs = self._scheduler.rows, []
+        rows, rows_S, outputs = self._scheduler.rows, flight.rows_S, []
         is_stop_S = (sampled.ids_S[:, None] == rows.stop_ids[rows_S]).any(1)
-        for i in np.flatnonzero(rows.has_stop_strings[rows_S] & sampled.is_finite_S).tolist():
+        has_strings_S = rows.has_stop_strings[rows_S] & sampled.is_finite_S & is_there_S
+        for i in np.flatnonzero(has_strings_S).tolist():
             matcher = self._live_at(rows_S[i]).stop_matcher
             assert matcher is not None, "has_stop_strings says so"
             is_stop_S[i] |= matcher.push(int(sampled.ids_S[i]))
-        is_full_S = rows.num_tokens[rows_S] == rows.max_total[rows_S]
-        for i in np.flatnonzero(is_stop_S | is_full_S | ~sampled.is_finite_S).tolist():
+        is_full_S = flight.places_S + 1 == rows.max_total[rows_S]
+        is_done_S = (is_stop_S | is_full_S | ~sampled.is_finite_S) & is_there_S
+        for i in np.flatnonzero(is_done_S).tolist():
             live = self._live_at(rows_S[i])
+            # The step after this one may have made room for another token already.
+            rows.num_tokens[live.row] = flight.places_S[i] + bool(sampled.is_finite_S[i])
             if not sampled.is_finite_S[i]:
-                outputs.append(self._fail(live))
+                outputs.append(self._fail(live, flight.version))
             else:
                 outputs.append(self._finish(live, "stop" if is_stop_S[i] else "length"))
         return outputs
@@ -203,11 +236,11 @@ class Engine:
         assert live is not None, f"row {row} is scheduled and empty"
         return live
 
-    def _fail(self, live: LiveRequest) -> RequestOutput:
+    def _fail(self, live: LiveRequest, version: int) -> RequestOutput:
         count = int(self._scheduler.rows.num_tokens[live.row]) - live.num_prompt
         error = (
             f"non-finite logits for completion token {count} with policy version "
-            f"{self._weights.version}; the weights, or the keys of this prompt, hold NaN or Inf"
+            f"{version}; the weights, or the keys of this prompt, hold NaN or Inf"
         )
         return self._finish(live, "error", error)
 
@@ -216,7 +249,10 @@ class Engine:
     ) -> RequestOutput:
         captured: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
         if live.row >= 0 and (live.request.params.routing or live.request.params.blocks):
-            count = int(self._scheduler.rows.num_computed[live.row])
+            rows = self._scheduler.rows
+            # The key of the last token may have been computed ahead; it had no use.
+            known = int(rows.num_tokens[live.row]) - 1
+            count = min(int(rows.num_computed[live.row]), known)
             captured = self._worker.captured(self._scheduler.rows.pages(live.row), count)
         self._scheduler.finish(live, keep_in_cache=reason != "error")
         del self._live[live.request_id]
@@ -228,9 +264,10 @@ class Engine:
         Each comes out of the next `step` with the tokens it has and reason 'abort'.
         """
         names = list(self._live) if ids is None else list(dict.fromkeys(ids))
+        unknown = [name for name in names if name not in self._live]
+        self._held += self._settle()
         known = [name for name in names if name in self._live]
-        if len(known) < len(names):
-            unknown = [name for name in names if name not in self._live]
+        if unknown:
             logger.warning("abort: no such request: %s", ", ".join(map(repr, unknown)))
         self._held += [self._finish(self._live[name], "abort") for name in known]
         return len(known)
@@ -246,9 +283,11 @@ class Engine:
             raise ValueError(f"pause mode {mode!r}; use one of {list(get_args(PauseMode))}")
         if self._paused not in (None, mode):
             raise EngineStateError(f"paused already, to {self._paused!r}; resume() first")
+        self._held += self._settle()
         if mode == "drain":
             while self._has_begun_request():
                 self._held += self._step(admit_new=False)
+            self._held += self._settle()
         elif mode == "recompute":
             self._scheduler.preempt_all()
         self._paused = mode
@@ -285,6 +324,7 @@ class Engine:
                 f"{len(self._live)} requests are under way; pause() before loading version "
                 f"{version}"
             )
+        self._held += self._settle()
         self._weights.begin(version)
 
     def write(self, name: str, bounds: Bounds, tensor: Tensor) -> None:

@@ -11,6 +11,9 @@ import numpy as np
 
 from inference.engine.request import LiveRequest
 
+PENDING = -1
+"""Stands for a token that is being sampled: the device knows it, the host not yet."""
+
 
 class RunningRows:
     """What a step reads and writes of every running request; widths grow with what is admitted."""
@@ -39,8 +42,14 @@ class RunningRows:
         self.has_stop_strings = np.zeros(num_rows, bool)
         self.version = np.full(num_rows, -1, np.int64)
         """Policy version of the newest sampled token; -1 before the first."""
+        self.group = np.full(num_rows, -1, np.int64)
+        """Number of the request's group; -1 without one."""
+        self.ticket = np.zeros(num_rows, np.int64)
+        """Grows whenever the row is given to someone: tells its occupants apart."""
+        self.is_taken = np.zeros(num_rows, bool)
         self.live: list[LiveRequest | None] = [None] * num_rows
         self._free = list(range(num_rows - 1, -1, -1))
+        self._has_new_pages = np.zeros(num_rows, bool)
 
     @property
     def has_free(self) -> bool:
@@ -56,13 +65,17 @@ class RunningRows:
         self.page_table_MN[row] = -1
         self.page_table_MN[row, : len(pages)] = pages
         self.num_pages[row] = len(pages)
+        self._has_new_pages[row] = True
         self.num_tokens[row] = count
         self.num_computed[row] = num_computed
         self.num_prompt[row] = live.num_prompt
         self.max_total[row] = live.max_total
         self.version[row] = live.version_spans[-1][1] if live.version_spans else -1
+        self.group[row] = -1 if live.group is None else live.group.number
+        self.ticket[row] += 1
         self._set_params(row, live)
         self.live[row] = live
+        self.is_taken[row] = True
         live.row = row
         return row
 
@@ -98,6 +111,7 @@ class RunningRows:
         live.raw_logprobs = self.raw_logprobs_MX[row, :count].copy()
         live.row = -1
         self.live[row] = None
+        self.is_taken[row] = False
         self._free.append(row)
         return pages
 
@@ -110,16 +124,37 @@ class RunningRows:
         """One page more for each of `rows`."""
         self.page_table_MN[rows, self.num_pages[rows]] = pages
         self.num_pages[rows] += 1
+        self._has_new_pages[rows] = True
 
-    def append_tokens(
-        self, rows: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, raw_logprobs: np.ndarray
-    ) -> None:
-        """One sampled token for each of `rows`."""
+    def take_changed_rows(self) -> np.ndarray:
+        """Rows whose page table changed since the last call."""
+        changed = np.flatnonzero(self._has_new_pages)
+        self._has_new_pages[:] = False
+        return changed
+
+    def is_complete(self, rows: np.ndarray) -> np.ndarray:
+        """[len(rows)] bool: no token more may be sampled; the last one may still be on its way."""
+        return self.num_tokens[rows] >= self.max_total[rows]
+
+    def append_pending(self, rows: np.ndarray) -> np.ndarray:
+        """Room for a token of each of `rows` that is being sampled; returns their places."""
         places = self.num_tokens[rows]
+        self.tokens_MX[rows, places] = PENDING
+        self.num_tokens[rows] = places + 1
+        return places
+
+    def fill_tokens(
+        self,
+        rows: np.ndarray,
+        places: np.ndarray,
+        ids: np.ndarray,
+        logprobs: np.ndarray,
+        raw_logprobs: np.ndarray,
+    ) -> None:
+        """The sampled tokens for which `append_pending` made room."""
         self.tokens_MX[rows, places] = ids
         self.logprobs_MX[rows, places] = logprobs
         self.raw_logprobs_MX[rows, places] = raw_logprobs
-        self.num_tokens[rows] = places + 1
 
 
 def _widened(old: np.ndarray, width: int, fill: int) -> np.ndarray:

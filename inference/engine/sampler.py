@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,31 @@ import torch
 from torch import Tensor
 
 from inference.engine.rows import RunningRows
-from inference.kernels.sample_logprob import sample_logprob
+from inference.engine.staging import Fetch
+from inference.kernels.sample_logprob import SampledTokens, sample_logprob
+
+
+@dataclass(slots=True)
+class SamplingArrays:
+    """What `sample` must know of each row, in the order of the logits."""
+
+    rows_S: Tensor
+    """int64: row of `RunningRows`."""
+    temperature_S: Tensor
+    top_k_S: Tensor
+    top_p_S: Tensor
+    min_p_S: Tensor
+    seeds_S: Tensor
+    positions_S: Tensor
+    """int64: place of the token being drawn in its request."""
+    has_cuts: bool
+    """Whether any row truncates its distribution."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], *, has_cuts: bool) -> SamplingArrays:
+        """From what `sampling_arrays` gives, as it lies on the device."""
+        rows, temperature, top_k, top_p, min_p, seeds, positions = tensors
+        return cls(rows, temperature, top_k, top_p, min_p, seeds, positions, has_cuts)
 
 
 @dataclass(slots=True)
@@ -26,32 +51,51 @@ class Sampled:
     """bool: False where a logit was NaN or infinite."""
 
 
+class PendingSample:
+    """Tokens of a step that the device may still be computing."""
+
+    def __init__(self, tokens: SampledTokens, is_finite_S: Tensor) -> None:
+        self._fetch = Fetch([tokens.ids_R, tokens.logprobs_R, tokens.raw_logprobs_R, is_finite_S])
+
+    def wait(self) -> Sampled:
+        return Sampled(*self._fetch.wait())
+
+
+def sampling_arrays(rows: RunningRows, rows_S: np.ndarray) -> list[np.ndarray]:
+    """The fields of `SamplingArrays` but the last, on the host."""
+    return [
+        rows_S,
+        rows.temperature[rows_S],
+        rows.top_k[rows_S],
+        rows.top_p[rows_S],
+        rows.min_p[rows_S],
+        rows.seed[rows_S],
+        rows.num_tokens[rows_S],
+    ]
+
+
+def has_cuts(rows: RunningRows, rows_S: np.ndarray) -> bool:
+    """Whether any of the rows truncates its distribution."""
+    is_cut = (rows.top_k[rows_S] > 0) | (rows.top_p[rows_S] < 1) | (rows.min_p[rows_S] > 0)
+    return bool(is_cut.any())
+
+
 @torch.inference_mode()
-def sample(logits_SV: Tensor, rows: RunningRows, rows_S: np.ndarray) -> Sampled:
-    """Sample by each row's own parameters.
+def sample(logits_SV: Tensor, arrays: SamplingArrays) -> tuple[SampledTokens, Tensor]:
+    """Sample by each row's own parameters; (tokens, is_finite_S).
 
     The noise depends on the request's seed and the token's position alone, so a request draws the
     same tokens in any batch, and again after a preemption.
     """
-    device = logits_SV.device
     # A sum is finite when all its terms are, and one pass over the logits is enough to see it.
     is_finite_S = torch.isfinite(logits_SV.sum(-1))
     tokens = sample_logprob(
         logits_SV,
-        temperature_R=_tensor(rows.temperature[rows_S], device),
-        top_k_R=_tensor(rows.top_k[rows_S], device),
-        top_p_R=_tensor(rows.top_p[rows_S], device),
-        min_p_R=_tensor(rows.min_p[rows_S], device),
-        seeds_R=_tensor(rows.seed[rows_S], device),
-        positions_R=_tensor(rows.num_tokens[rows_S], device),
+        temperature_R=arrays.temperature_S,
+        top_k_R=arrays.top_k_S,
+        top_p_R=arrays.top_p_S,
+        min_p_R=arrays.min_p_S,
+        seeds_R=arrays.seeds_S,
+        positions_R=arrays.positions_S,
     )
-    return Sampled(
-        tokens.ids_R.cpu().numpy(),
-        tokens.logprobs_R.cpu().numpy(),
-        tokens.raw_logprobs_R.cpu().numpy(),
-        is_finite_S.cpu().numpy(),
-    )
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    return tokens, is_finite_S

@@ -12,6 +12,7 @@ has and no more; at least its last token is computed by itself, whatever was fou
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -33,6 +34,8 @@ class Schedule:
     """[R] int64: tokens to compute of each row, at least 1."""
     is_last_R: np.ndarray
     """[R] bool: the step reaches the row's last token, so the row samples its next one."""
+    ends_prompt_R: np.ndarray
+    """[R] bool: with this step all keys of the row's prompt are there."""
     num_decodes: int
     """Leading rows with exactly one new token."""
 
@@ -41,6 +44,7 @@ class Schedule:
 class Group:
     """The live requests of one group: same prompt, so one copy of its full pages is enough."""
 
+    number: int
     prompt_ids: np.ndarray
     members: list[LiveRequest] = field(default_factory=list)
 
@@ -77,6 +81,7 @@ class Scheduler:
         self._max_tokens_per_step = max_tokens_per_step
         self._enable_prefix_cache = enable_prefix_cache
         self._groups: dict[str, Group] = {}
+        self._group_numbers = itertools.count()
         self._order = np.zeros(0, np.int64)
         """Rows of `running`, in the same order."""
 
@@ -86,7 +91,8 @@ class Scheduler:
         if request.group_id is not None:
             group = self._groups.get(request.group_id)
             if group is None:
-                group = self._groups[request.group_id] = Group(request.prompt_ids)
+                group = Group(next(self._group_numbers), request.prompt_ids)
+                self._groups[request.group_id] = group
             _check_member(group, live)
             group.members.append(live)
             live.group = group
@@ -108,26 +114,35 @@ class Scheduler:
         rows_R = np.concatenate([rows_R[is_single_R], rows_R[~is_single_R]])
         num_new_R = self.rows.num_planned[rows_R]
         is_last_R = self.rows.num_computed[rows_R] + num_new_R == self.rows.num_tokens[rows_R]
-        return Schedule(rows_R, num_new_R, is_last_R, int(is_single_R.sum()))
+        is_prefill_R = self.rows.num_computed[rows_R] < self.rows.num_prompt[rows_R]
+        return Schedule(
+            rows_R, num_new_R, is_last_R, is_last_R & is_prefill_R, int(is_single_R.sum())
+        )
+
+    @property
+    def is_short_of_pages(self) -> bool:
+        """Whether the next `schedule` would preempt: all sampled tokens must be known by then."""
+        return len(self._rows_without_page()) > self.pool.num_available
+
+    def _rows_without_page(self) -> np.ndarray:
+        """Running rows whose newest token needs a page that they do not have yet."""
+        rows, order = self.rows, self._order
+        has_too_few = rows.num_tokens[order] > rows.num_pages[order] * self._page_size
+        return order[has_too_few & ~rows.is_complete(order)]
 
     def _take_pages_for_sampled_tokens(self) -> None:
-        rows, order = self.rows, self._order
-        while True:
-            has_too_few = rows.num_tokens[order] > rows.num_pages[order] * self._page_size
-            short = order[has_too_few]
-            if len(short) <= self.pool.num_available:
-                break
+        while len(short := self._rows_without_page()) > self.pool.num_available:
             self.preempt(self.running[-1])
-            order = self._order
         if len(short):
-            rows.add_page(short, self.pool.allocate(len(short)))
+            self.rows.add_page(short, self.pool.allocate(len(short)))
 
     def _plan_running(self, budget: int) -> int:
         """Decodes first, then prefills go on in order of admission; returns the tokens left.
 
         Every running request had a token of the budget when it was admitted, so all decodes fit.
         """
-        rows, order = self.rows, self._order
+        rows = self.rows
+        order = self._order[~rows.is_complete(self._order)]
         remaining = rows.num_tokens[order] - rows.num_computed[order]
         rows.num_planned[order[remaining == 1]] = 1
         budget -= int((remaining == 1).sum())
@@ -202,17 +217,18 @@ class Scheduler:
             self.num_prompt_tokens += live.num_prompt
         return True
 
-    def complete(self, schedule: Schedule, is_sound_R: np.ndarray) -> None:
-        """The step ran: its tokens have their keys, and whole prompts are known to the cache.
+    def advance(self, schedule: Schedule) -> None:
+        """The step is under way: whatever runs after it finds the keys of its tokens."""
+        self.rows.num_computed[schedule.rows_R] += schedule.num_new_R
 
-        `is_sound_R` [R] bool is False where the step's numbers were not finite: those pages are
-        not to be found by others.
+    def remember_prompts(self, schedule: Schedule, is_sound_R: np.ndarray) -> None:
+        """Prompts that became whole in a step are known to the cache from now on.
+
+        `is_sound_R` [R] bool is False where the step's numbers were not finite, or where the row
+        has another request by now: those pages are not to be found by others.
         """
-        rows, rows_R = self.rows, schedule.rows_R
-        is_prefill_R = rows.num_computed[rows_R] < rows.num_prompt[rows_R]
-        rows.num_computed[rows_R] += schedule.num_new_R
-        for row in rows_R[schedule.is_last_R & is_prefill_R & is_sound_R].tolist():
-            live = rows.live[row]
+        for row in schedule.rows_R[schedule.ends_prompt_R & is_sound_R].tolist():
+            live = self.rows.live[row]
             assert live is not None
             self._remember_pages(live)
 

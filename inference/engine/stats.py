@@ -22,10 +22,13 @@ class Counters:
     _decode_steps: int = 0
     _decodes: int = 0
 
-    def count_step(self, schedule: Schedule, is_finite_S: np.ndarray) -> None:
+    def count_step(
+        self, schedule: Schedule, is_token_S: np.ndarray, is_finite_S: np.ndarray
+    ) -> None:
+        """`is_token_S`: the row got a token; `is_finite_S` False: its request failed."""
         self.steps += 1
         self.prefill_tokens += int(schedule.num_new_R[schedule.num_decodes :].sum())
-        self.generated_tokens += int(is_finite_S.sum())
+        self.generated_tokens += int(is_token_S.sum())
         self.nonfinite_logits += int((~is_finite_S).sum())
         self._decode_steps += schedule.num_decodes > 0
         self._decodes += schedule.num_decodes

@@ -7,8 +7,14 @@ import torch
 from torch import Tensor
 
 from inference.config import SPARSE, EngineConfig, ModelConfig
-from inference.engine.batch import StepBatch
+from inference.engine.batch import StepBatch, build_batch
 from inference.engine.coverage import Bounds, WeightSlot
+from inference.engine.graphs import DecodeGraphs
+from inference.engine.rows import PENDING, RunningRows
+from inference.engine.sampler import PendingSample, sample
+from inference.engine.scheduler import Schedule
+from inference.engine.sharing import DecodePlanner
+from inference.engine.staging import Staging
 from inference.kernels.paging import LayerPages
 from inference.kernels.tensor_hash import tensor_hash
 from inference.models.minimax_m3 import Capture, MiniMaxM3
@@ -38,6 +44,19 @@ class Worker:
                 blocks=config.capture_blocks,
             )
         self.page_size = config.page_size
+        self._staging = Staging(self.device)
+        self._newest_M = torch.zeros(
+            config.max_running_requests + 1, dtype=torch.int64, device=self.device
+        )
+        """Newest sampled token of each row; the last place takes what padding samples."""
+        self._planner: DecodePlanner | None = None
+        self.graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda":
+            self._planner = _make_planner(model_config, config.page_size, self.device)
+            if config.cuda_graph_sizes != ():
+                self.graphs = DecodeGraphs(
+                    self.model, self.pages, self.capture, self._planner, self._newest_M, config
+                )
         self._views = _weight_views(self.model, model_config)
         self.weight_layout = [
             WeightSlot(
@@ -49,6 +68,24 @@ class Worker:
             )
             for spec in published_tensors(model_config)
         ]
+
+    @torch.inference_mode()
+    def launch(self, rows: RunningRows, schedule: Schedule) -> PendingSample:
+        """Begin a step: its keys into the pages, a token for each row that samples.
+
+        The rows must not be told of the step before this returns.
+        """
+        if self.graphs is not None and self.graphs.fits(schedule):
+            return self.graphs.launch(rows, schedule)
+        batch = build_batch(rows, schedule, self._staging, self._planner)
+        if batch.has_pending:
+            newest_T = self._newest_M[batch.rows_T]
+            batch.input_ids_T = torch.where(
+                batch.input_ids_T == PENDING, newest_T, batch.input_ids_T
+            )
+        tokens, is_finite_S = sample(self.forward(batch), batch.sampling)
+        self._newest_M[batch.sampling.rows_S] = tokens.ids_R
+        return PendingSample(tokens, is_finite_S)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
@@ -98,6 +135,18 @@ def _weight_views(model: MiniMaxM3, config: ModelConfig) -> dict[str, Tensor]:
     return views
 
 
+def _make_planner(model: ModelConfig, page_size: int, device: torch.device) -> DecodePlanner:
+    from inference.kernels.index_select import decode_kernel as index_kernel
+    from inference.kernels.paged_attention import decode_kernel as dense_kernel
+
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return DecodePlanner(
+        page_size,
+        index_kernel.num_workers(num_sms),
+        dense_kernel.num_workers(num_sms, model.num_key_value_heads),
+    )
+
+
 def _allocate_pages(
     model_config: ModelConfig,
     config: EngineConfig,
@@ -109,8 +158,12 @@ def _allocate_pages(
     count, size = config.num_pages, config.page_size
     kv_shape = (count, model_config.num_key_value_heads, size, model_config.head_dim)
     index_shape = (count, size, model_config.index_head_dim)
+    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "float8_e4m3fn" else dtype
+    index_dtype = torch.float8_e4m3fn if config.index_dtype == "float8_e4m3fn" else dtype
     return LayerPages(
-        k_pages=torch.empty(kv_shape, dtype=dtype, device=device),
-        v_pages=torch.empty(kv_shape, dtype=dtype, device=device),
-        index_pages=torch.empty(index_shape, dtype=dtype, device=device) if is_sparse else None,
+        k_pages=torch.empty(kv_shape, dtype=kv_dtype, device=device),
+        v_pages=torch.empty(kv_shape, dtype=kv_dtype, device=device),
+        index_pages=(
+            torch.empty(index_shape, dtype=index_dtype, device=device) if is_sparse else None
+        ),
     )

@@ -126,9 +126,10 @@ class Capture:
     """
 
     routing: Tensor | None
-    """[num_slots, MoE layers, A] uint8: experts; None when not captured."""
+    """[num_slots + 1, MoE layers, A] uint8: experts; None when not captured. The last place is
+    nobody's."""
     blocks: Tensor | None
-    """[num_slots, sparse layers, K, topk] int16 or int32: blocks, -1 padded; None likewise."""
+    """[num_slots + 1, sparse layers, K, topk] int16 or int32: blocks, -1 padded; None likewise."""
     moe_layers: tuple[int, ...]
     sparse_layers: tuple[int, ...]
 
@@ -148,9 +149,10 @@ class Capture:
                 f"num_local_experts={config.num_local_experts}: captured experts are uint8, so at "
                 "most 256; switch capture_routing off"
             )
-        routing_shape = (num_slots, len(config.moe_layers), config.num_experts_per_tok)
+        # One place more than there are slots takes what padding would write.
+        routing_shape = (num_slots + 1, len(config.moe_layers), config.num_experts_per_tok)
         blocks_shape = (
-            num_slots,
+            num_slots + 1,
             len(config.sparse_layers),
             config.num_key_value_heads,
             config.index_topk_blocks,
@@ -167,12 +169,15 @@ class Capture:
     def record(
         self, layer: int, slots_T: Tensor, blocks_TKB: Tensor | None, experts_TA: Tensor | None
     ) -> None:
-        """Keep what `layer` chose for the tokens at `slots_T`; slot -1 (padding) is passed over."""
-        is_real_T = slots_T >= 0
-        slots = slots_T[is_real_T]
+        """Keep what `layer` chose for the tokens at `slots_T`; slot -1 (padding) goes to the last
+        place, as -1 does in Python."""
         if self.routing is not None and experts_TA is not None:
             row = self.moe_layers.index(layer)
-            self.routing[slots, row] = experts_TA[is_real_T].to(self.routing.dtype)
+            self.routing[:, row].index_copy_(
+                0, slots_T % len(self.routing), experts_TA.to(self.routing.dtype)
+            )
         if self.blocks is not None and blocks_TKB is not None:
             row = self.sparse_layers.index(layer)
-            self.blocks[slots, row] = blocks_TKB[is_real_T].to(self.blocks.dtype)
+            self.blocks[:, row].index_copy_(
+                0, slots_T % len(self.blocks), blocks_TKB.to(self.blocks.dtype)
+            )

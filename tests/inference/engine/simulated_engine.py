@@ -56,7 +56,8 @@ class SimulatedEngine:
         if schedule is None:
             return None
         self._forward(schedule)
-        self.scheduler.complete(schedule, np.ones(len(schedule.rows_R), bool))
+        self.scheduler.advance(schedule)
+        self.scheduler.remember_prompts(schedule, np.ones(len(schedule.rows_R), bool))
         self._sample(schedule)
         self.scheduler.check()
         return schedule
@@ -97,7 +98,8 @@ class SimulatedEngine:
                 live.version_spans.append((0, self.version))
             prefix = self._tokens(row, int(rows.num_tokens[row]))
             token = np.array([next_token(prefix)], np.int32)
-            rows.append_tokens(np.array([row]), token, np.zeros(1), np.zeros(1))
+            place = rows.append_pending(np.array([row]))
+            rows.fill_tokens(np.array([row]), place, token, np.zeros(1), np.zeros(1))
             if rows.num_tokens[row] == rows.max_total[row]:
                 self.scheduler.finish(live)
                 self.finished[live.request_id] = live.tokens.tolist()

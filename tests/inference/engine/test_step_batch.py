@@ -7,6 +7,7 @@ from inference.engine.batch import build_batch
 from inference.engine.request import Request, SamplingParams, make_live
 from inference.engine.rows import RunningRows
 from inference.engine.scheduler import Schedule
+from inference.engine.staging import Staging
 
 
 def place(rows, tokens, pages, num_computed):
@@ -22,9 +23,10 @@ def test_a_decode_and_a_chunk_over_pages_out_of_order():
         rows_R=np.array([decode, chunked]),
         num_new_R=np.array([1, 3]),
         is_last_R=np.array([True, False]),
+        ends_prompt_R=np.array([False, False]),
         num_decodes=1,
     )
-    batch = build_batch(rows, schedule, torch.device("cpu"))
+    batch = build_batch(rows, schedule, Staging(torch.device("cpu")))
     paged = batch.paged
     assert batch.input_ids_T.tolist() == [22, 13, 14, 15]
     assert paged.positions_T.tolist() == [2, 3, 4, 5]

@@ -49,13 +49,13 @@ class Worker:
             config.max_running_requests + 1, dtype=torch.int64, device=self.device
         )
         """Newest sampled token of each row; the last place takes what padding samples."""
-        self._planner: DecodePlanner | None = None
+        self.planner: DecodePlanner | None = None
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda":
-            self._planner = _make_planner(model_config, config.page_size, self.device)
+            self.planner = _make_planner(model_config, config.page_size, self.device)
             if config.cuda_graph_sizes != ():
                 self.graphs = DecodeGraphs(
-                    self.model, self.pages, self.capture, self._planner, self._newest_M, config
+                    self.model, self.pages, self.capture, self.planner, self._newest_M, config
                 )
         self._views = _weight_views(self.model, model_config)
         self.weight_layout = [
@@ -77,7 +77,7 @@ class Worker:
         """
         if self.graphs is not None and self.graphs.fits(schedule):
             return self.graphs.launch(rows, schedule)
-        batch = build_batch(rows, schedule, self._staging, self._planner)
+        batch = build_batch(rows, schedule, self._staging, self.planner)
         if batch.has_pending:
             newest_T = self._newest_M[batch.rows_T]
             batch.input_ids_T = torch.where(

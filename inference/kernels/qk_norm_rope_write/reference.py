@@ -33,6 +33,14 @@ def norm_rope(x_THD: Tensor, weight_D: Tensor, cos_sin_TX: Tensor, eps: float) -
     return torch.cat(rotated, -1).to(x_THD.dtype)
 
 
+def stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """As a page keeps them: FP8 has no infinity, so what is too large becomes the largest."""
+    if dtype == torch.float8_e4m3fn:
+        most = torch.finfo(dtype).max
+        values = values.float().clamp(-most, most)
+    return values.to(dtype)
+
+
 def qk_norm_rope_write(
     qkv_TX: Tensor,
     norms: QKNorms,
@@ -61,8 +69,8 @@ def qk_norm_rope_write(
     is_real_T = batch.slots_T >= 0
     slots = batch.slots_T[is_real_T]
     page, offset = slots // batch.page_size, slots % batch.page_size
-    pages.k_pages[page, :, offset] = k_TKD[is_real_T].to(pages.k_pages.dtype)
-    pages.v_pages[page, :, offset] = v_TKD[is_real_T].to(pages.v_pages.dtype)
+    pages.k_pages[page, :, offset] = stored(k_TKD[is_real_T], pages.k_pages.dtype)
+    pages.v_pages[page, :, offset] = stored(v_TKD[is_real_T], pages.v_pages.dtype)
     if norms.index_q is None or norms.index_k is None or pages.index_pages is None:
         return q_THD, None
 
@@ -71,5 +79,5 @@ def qk_norm_rope_write(
     index_q_TKD = norm_rope(index_THD[:, :-1], norms.index_q, cos_sin_TX, eps)
     index_k_T1D = norm_rope(index_THD[:, -1:], norms.index_k, cos_sin_TX, eps)
     index_k_TD = index_k_T1D[is_real_T, 0]
-    pages.index_pages[page, offset] = index_k_TD.to(pages.index_pages.dtype)
+    pages.index_pages[page, offset] = stored(index_k_TD, pages.index_pages.dtype)
     return q_THD, index_q_TKD

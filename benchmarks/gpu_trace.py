@@ -1,0 +1,53 @@
+"""What the GPU did during some steps: how long it was idle, and which kernels took the time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+NUM_STEPS = 12
+SHOWN = 28
+
+
+def trace_steps(step: Callable[[], Any], title: str | None) -> dict[str, float]:
+    """Profile some steps; with a `title` also print their kernels.
+
+    Returns:
+        idle_share: part of the time in which no kernel or copy ran; idle_us: of one step.
+    """
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(NUM_STEPS):
+            step()
+        torch.cuda.synchronize()
+    kernels = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    kernels.sort()
+    busy, end = 0.0, kernels[0][0]
+    for start, stop, _ in kernels:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    span = end - kernels[0][0]
+    if title is not None:
+        print(f"-- {title}: {span / NUM_STEPS:.0f} us a step under the profiler")
+        _print_kernels(kernels)
+    return {"idle_share": 1 - busy / span, "idle_us": (span - busy) / NUM_STEPS}
+
+
+def _print_kernels(kernels: list[tuple[float, float, str]]) -> None:
+    total: dict[str, float] = defaultdict(float)
+    count: dict[str, int] = defaultdict(int)
+    for start, stop, name in kernels:
+        total[name] += stop - start
+        count[name] += 1
+    for name in sorted(total, key=total.__getitem__, reverse=True)[:SHOWN]:
+        per_step = total[name] / NUM_STEPS
+        print(f"   {per_step:9.1f} us {count[name] / NUM_STEPS:6.1f} x  {name[:90]}")

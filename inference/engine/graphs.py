@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,6 @@ class CapturedStep:
     sampling: SamplingArrays
     logits_SV: Tensor
     tokens: SampledTokens
-    is_finite_S: Tensor
 
 
 class DecodeGraphs:
@@ -94,13 +93,11 @@ class DecodeGraphs:
             step = self._captured[size, shares] = self._capture_step(size, arrays, plan)
         self._staging.send(arrays, step.inputs)
         step.graph.replay()
-        if not has_cuts(rows, schedule.rows_R):
-            tokens = SampledTokens(*(part[:count] for part in step.tokens))
-            return PendingSample(tokens, step.is_finite_S[:count])
-        step.sampling.has_cuts = True
-        tokens, is_finite_S = sample(step.logits_SV, step.sampling)
-        self._newest_M[step.sampling.rows_S] = tokens.ids_R
-        return PendingSample(SampledTokens(*(part[:count] for part in tokens)), is_finite_S[:count])
+        tokens = step.tokens
+        if has_cuts(rows, schedule.rows_R):
+            tokens = sample(step.logits_SV, replace(step.sampling, has_cuts=True))
+            self._newest_M[step.sampling.rows_S] = tokens.ids_R
+        return PendingSample(SampledTokens(*(part[:count] for part in tokens)))
 
     def _arrays(
         self, rows: RunningRows, schedule: Schedule, size: int
@@ -156,15 +153,15 @@ class DecodeGraphs:
         self._staging.send(padding, inputs)
         sampling = SamplingArrays.of(parts[4:11], has_cuts=False)
 
-        def run() -> tuple[Tensor, SampledTokens, Tensor]:
+        def run() -> tuple[Tensor, SampledTokens]:
             ids_T = torch.where(parts[0] == PENDING, self._newest_M[sampling.rows_S], parts[0])
             hidden_TC = self._model(
                 ids_T, self._paged(size, parts, plan), self._pages, self._capture
             )
             logits_SV = self._model.logits(hidden_TC)
-            tokens, is_finite_S = sample(logits_SV, sampling)
+            tokens = sample(logits_SV, sampling)
             self._newest_M[sampling.rows_S] = tokens.ids_R
-            return logits_SV, tokens, is_finite_S
+            return logits_SV, tokens
 
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -174,9 +171,9 @@ class DecodeGraphs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            logits_SV, tokens, is_finite_S = run()
+            logits_SV, tokens = run()
         self._memory = graph.pool()
-        return CapturedStep(graph, inputs, sampling, logits_SV, tokens, is_finite_S)
+        return CapturedStep(graph, inputs, sampling, logits_SV, tokens)
 
     def _paged(self, size: int, parts: list[Tensor], plan: HostPlan) -> PagedBatch:
         return PagedBatch(

@@ -54,8 +54,10 @@ class Sampled:
 class PendingSample:
     """Tokens of a step that the device may still be computing."""
 
-    def __init__(self, tokens: SampledTokens, is_finite_S: Tensor) -> None:
-        self._fetch = Fetch([tokens.ids_R, tokens.logprobs_R, tokens.raw_logprobs_R, is_finite_S])
+    def __init__(self, tokens: SampledTokens) -> None:
+        self._fetch = Fetch(
+            [tokens.ids_R, tokens.logprobs_R, tokens.raw_logprobs_R, tokens.is_finite_R]
+        )
 
     def wait(self) -> Sampled:
         return Sampled(*self._fetch.wait())
@@ -81,15 +83,13 @@ def has_cuts(rows: RunningRows, rows_S: np.ndarray) -> bool:
 
 
 @torch.inference_mode()
-def sample(logits_SV: Tensor, arrays: SamplingArrays) -> tuple[SampledTokens, Tensor]:
-    """Sample by each row's own parameters; (tokens, is_finite_S).
+def sample(logits_SV: Tensor, arrays: SamplingArrays) -> SampledTokens:
+    """Sample by each row's own parameters.
 
     The noise depends on the request's seed and the token's position alone, so a request draws the
     same tokens in any batch, and again after a preemption.
     """
-    # A sum is finite when all its terms are, and one pass over the logits is enough to see it.
-    is_finite_S = torch.isfinite(logits_SV.sum(-1))
-    tokens = sample_logprob(
+    return sample_logprob(
         logits_SV,
         temperature_R=arrays.temperature_S,
         top_k_R=arrays.top_k_S,
@@ -97,5 +97,5 @@ def sample(logits_SV: Tensor, arrays: SamplingArrays) -> tuple[SampledTokens, Te
         min_p_R=arrays.min_p_S,
         seeds_R=arrays.seeds_S,
         positions_R=arrays.positions_S,
+        has_cuts=arrays.has_cuts,
     )
-    return tokens, is_finite_S

@@ -83,9 +83,9 @@ class Worker:
             batch.input_ids_T = torch.where(
                 batch.input_ids_T == PENDING, newest_T, batch.input_ids_T
             )
-        tokens, is_finite_S = sample(self.forward(batch), batch.sampling)
+        tokens = sample(self.forward(batch), batch.sampling)
         self._newest_M[batch.sampling.rows_S] = tokens.ids_R
-        return PendingSample(tokens, is_finite_S)
+        return PendingSample(tokens)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:

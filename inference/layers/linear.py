@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from inference.kernels.swiglu_oai import swiglu_oai
+from inference.kernels.linear import SwiGLU, linear
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -21,7 +21,7 @@ class Linear(nn.Module):
         self.weight = empty_parameter(out_size, in_size, dtype=dtype, device=device)
 
     def forward(self, x_TC: Tensor) -> Tensor:
-        return nn.functional.linear(x_TC, self.weight)
+        return linear(x_TC, self.weight)
 
 
 class MLP(nn.Module):
@@ -39,12 +39,11 @@ class MLP(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.alpha, self.limit, self.beta = alpha, limit, beta
+        self.swiglu = SwiGLU(alpha, limit, beta)
         self.gate_up_proj = Linear(hidden_size, 2 * width, dtype=dtype, device=device)
         self.down_proj = Linear(width, hidden_size, dtype=dtype, device=device)
 
     def forward(self, x_TC: Tensor) -> Tensor:
-        gate_up_TX = self.gate_up_proj(x_TC)
-        act_TX = swiglu_oai(gate_up_TX, alpha=self.alpha, limit=self.limit, beta=self.beta)
+        act_TX = linear(x_TC, self.gate_up_proj.weight, swiglu=self.swiglu)
         y_TC: Tensor = self.down_proj(act_TX)
         return y_TC

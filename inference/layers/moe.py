@@ -50,7 +50,7 @@ class MoE(nn.Module):
             topk=self.topk,
             scale=self.scale,
         )
-        routed_TC = expert_gemm(
+        y_TC = expert_gemm(
             x_TC,
             self.experts.w13,
             self.experts.w2,
@@ -59,5 +59,6 @@ class MoE(nn.Module):
             alpha=self.alpha,
             limit=self.limit,
             beta=self.beta,
+            add_TC=self.shared_experts(x_TC),
         )
-        return routed_TC + self.shared_experts(x_TC), ids_TA
+        return y_TC, ids_TA

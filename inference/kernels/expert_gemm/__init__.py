@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from inference.kernels.dispatch import expect_dtype, expect_shape, require_reference
+from inference.kernels.dispatch import expect_dtype, expect_shape, use_kernel
 from inference.kernels.expert_gemm import reference
 
 OP = "expert_gemm"
@@ -19,22 +19,27 @@ def expert_gemm(
     alpha: float,
     limit: float,
     beta: float = 1.0,
+    add_TC: Tensor | None = None,
 ) -> Tensor:
-    """Σ over a token's experts of weight · w2 · swiglu_oai(w13 · x).
+    """Σ over a token's experts of weight · w2 · swiglu_oai(w13 · x), + `add_TC`.
 
-    FP32 inside, summed in ascending expert id, one cast to the dtype of `x_TC`.
+    FP32 inside, summed in ascending expert id and `add_TC` last, one cast to the dtype of `x_TC`.
+    On CUDA tokens and weights have one dtype, the activation is rounded to it between the two
+    products as in a dense MLP, and there are no gradients.
 
     Args:
         x_TC: [T, C].
         w13_E2IC: [E, 2I, C], gate rows and then up rows.
         w2_ECI: [E, C, I].
-        ids_TA: [T, A] int32 experts; -1 adds nothing (padding, an expert held elsewhere).
+        ids_TA: [T, A] int32 experts; -1 adds nothing (padding, an expert held elsewhere). On CUDA
+            nobody checks their range: that would wait for the device.
         weights_TA: [T, A] FP32, `routed_scaling_factor` included.
+        add_TC: [T, C], the shared expert's output.
 
     Returns:
-        [T, C], without the shared expert.
+        [T, C], without the shared expert unless it is `add_TC`.
     """
-    require_reference(OP, x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA)
+    on_gpu = use_kernel(OP, x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA, add_TC)
     num_tokens, hidden = x_TC.shape
     num_experts, double_width, _ = w13_E2IC.shape
     expect_shape(OP, "w13_E2IC", w13_E2IC, (num_experts, double_width, hidden))
@@ -43,9 +48,21 @@ def expert_gemm(
     expect_shape(OP, "weights_TA", weights_TA, tuple(ids_TA.shape))
     expect_dtype(OP, "ids_TA", ids_TA, torch.int32)
     expect_dtype(OP, "weights_TA", weights_TA, torch.float32)
+    if add_TC is not None:
+        expect_shape(OP, "add_TC", add_TC, (num_tokens, hidden))
+    if on_gpu:
+        from inference.kernels.expert_gemm import kernel
+
+        expect_dtype(OP, "w13_E2IC", w13_E2IC, x_TC.dtype)
+        expect_dtype(OP, "w2_ECI", w2_ECI, x_TC.dtype)
+        return kernel.expert_gemm(
+            x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA, alpha, limit, beta, add_TC
+        )
     if ids_TA.numel() and not -1 <= int(ids_TA.min()) <= int(ids_TA.max()) < num_experts:
         raise ValueError(
             f"{OP}: ids_TA holds {int(ids_TA.min())}..{int(ids_TA.max())}, "
             f"needs -1..{num_experts - 1}"
         )
-    return reference.expert_gemm(x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA, alpha, limit, beta)
+    return reference.expert_gemm(
+        x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA, alpha, limit, beta, add_TC
+    )

@@ -17,6 +17,7 @@ def expert_gemm(
     alpha: float,
     limit: float,
     beta: float,
+    add_TC: Tensor | None = None,
 ) -> Tensor:
     num_experts = w13_E2IC.shape[0]
     experts_X, order_X = ids_TA.flatten().sort(stable=True)
@@ -34,4 +35,6 @@ def expert_gemm(
         gate_up = x_TC[tokens].float() @ w13_E2IC[expert].float().T
         y = swiglu_oai(gate_up, alpha, limit, beta) @ w2_ECI[expert].float().T
         out_TC.index_add_(0, tokens, y * weights_X[start:stop, None])
+    if add_TC is not None:
+        out_TC += add_TC.float()
     return out_TC.to(x_TC.dtype)

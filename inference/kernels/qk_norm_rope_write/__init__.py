@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from inference.kernels.dispatch import expect_dtype, expect_shape, require_reference
+from inference.kernels.dispatch import expect_dtype, expect_shape, use_kernel
 from inference.kernels.paging import LayerPages, PagedBatch
 from inference.kernels.qk_norm_rope_write import reference
 from inference.kernels.qk_norm_rope_write.reference import QKNorms
@@ -41,7 +41,7 @@ def qk_norm_rope_write(
         (q_THD, index_q_TKD), in the dtype of `qkv_TX`; index_q_TKD is None on a full-attention
         layer.
     """
-    require_reference(OP, qkv_TX, *norms, cos_sin_SX, pages.k_pages, batch.positions_T)
+    on_gpu = use_kernel(OP, qkv_TX, *norms, cos_sin_SX, pages.k_pages, batch.positions_T)
     num_tokens = batch.positions_T.shape[0]
     is_sparse = [t is not None for t in (norms.index_q, norms.index_k, pages.index_pages)]
     if any(is_sparse) and not all(is_sparse):
@@ -66,6 +66,12 @@ def qk_norm_rope_write(
     if pages.index_pages is not None:
         index_shape = (page_shape[0], batch.page_size, index_dim)
         expect_shape(OP, "index_pages", pages.index_pages, index_shape)
+    if on_gpu:
+        from inference.kernels.qk_norm_rope_write import kernel
+
+        return kernel.qk_norm_rope_write(
+            qkv_TX, norms, cos_sin_SX, batch, pages, num_heads, num_kv_heads, head_dim, eps
+        )
     return reference.qk_norm_rope_write(
         qkv_TX, norms, cos_sin_SX, batch, pages, num_heads, num_kv_heads, head_dim, eps
     )

@@ -4,7 +4,7 @@ from typing import overload
 
 from torch import Tensor
 
-from inference.kernels.dispatch import expect_dtype, expect_shape, require_reference
+from inference.kernels.dispatch import expect_dtype, expect_shape, use_kernel
 from inference.kernels.rms_norm import reference
 
 
@@ -23,6 +23,8 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """x · rsqrt(mean(x²) + eps) · (1 + weight): FP32 inside, one cast to the dtype of `x_TC`.
 
+    Differentiable on the CPU only.
+
     Args:
         x_TC: [..., C].
         weight_C: [C]; zero is the identity gain.
@@ -31,9 +33,13 @@ def rms_norm(
     Returns:
         The norm; with `residual`, (norm of the new stream, new stream `x_TC + residual`).
     """
-    require_reference("rms_norm", x_TC, weight_C, residual)
+    on_gpu = use_kernel("rms_norm", x_TC, weight_C, residual)
     expect_shape("rms_norm", "weight_C", weight_C, tuple(x_TC.shape[-1:]))
     if residual is not None:
         expect_shape("rms_norm", "residual", residual, tuple(x_TC.shape))
         expect_dtype("rms_norm", "residual", residual, x_TC.dtype)
+    if on_gpu:
+        from inference.kernels.rms_norm import kernel
+
+        return kernel.rms_norm(x_TC, weight_C, eps, residual)
     return reference.rms_norm(x_TC, weight_C, eps, residual)

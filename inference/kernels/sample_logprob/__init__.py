@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from inference.kernels.dispatch import expect_dtype, expect_shape, require_reference
+from inference.kernels.dispatch import expect_dtype, expect_shape, use_kernel
 from inference.kernels.sample_logprob import reference
 from inference.kernels.sample_logprob.reference import SampledTokens
 
@@ -21,6 +21,7 @@ def sample_logprob(
     min_p_R: Tensor,
     seeds_R: Tensor,
     positions_R: Tensor,
+    has_cuts: bool | None = None,
 ) -> SampledTokens:
     """Sample from softmax(logits / temperature) cut by top-k, then top-p, then min-p.
 
@@ -37,6 +38,9 @@ def sample_logprob(
             all.
         seeds_R: int64, of the request.
         positions_R: int64, of the token being drawn in its request.
+        has_cuts: whether any row has top-k, top-p or min-p, where the caller knows it. On CUDA
+            None waits for the device to find out, and True runs the cuts in torch; only False can
+            be captured in a graph.
 
     Returns:
         ids and logprobs; a row with NaN logits gets some id and a NaN logprob.
@@ -49,7 +53,7 @@ def sample_logprob(
         "seeds_R": seeds_R,
         "positions_R": positions_R,
     }
-    require_reference(OP, logits_RV, *rows.values())
+    on_cuda = use_kernel(OP, logits_RV, *rows.values())
     expect_dtype(OP, "logits_RV", logits_RV, torch.float32)
     for name, row in rows.items():
         expect_shape(OP, name, row, (logits_RV.shape[0],))
@@ -58,6 +62,9 @@ def sample_logprob(
     expect_dtype(OP, "top_k_R", top_k_R, torch.int64, torch.int32)
     expect_dtype(OP, "seeds_R", seeds_R, torch.int64)
     expect_dtype(OP, "positions_R", positions_R, torch.int64)
-    return reference.sample_logprob(
-        logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, positions_R
-    )
+    args = (logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, positions_R)
+    if on_cuda:
+        from inference.kernels.sample_logprob import kernel
+
+        return kernel.sample_logprob(*args, has_cuts)
+    return reference.sample_logprob(*args)

@@ -21,6 +21,8 @@ class SampledTokens(NamedTuple):
     """FP32: under the distribution really sampled from, after temperature and truncation."""
     raw_logprobs_R: Tensor
     """FP32: under the model's own distribution, temperature 1 and nothing cut."""
+    is_finite_R: Tensor
+    """bool: False where a logit of the row is NaN or infinite."""
 
 
 def sample_logprob(
@@ -33,6 +35,22 @@ def sample_logprob(
     positions_R: Tensor,
 ) -> SampledTokens:
     is_greedy_R = temperature_R == 0
+    scaled_RV = scale_and_cut(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)
+    noise_RV = gumbel_noise(seeds_R, positions_R, logits_RV.shape[1])
+    sampled_R = (scaled_RV + noise_RV).argmax(-1)
+    ids_R = torch.where(is_greedy_R, logits_RV.argmax(-1), sampled_R)
+    chosen_R1 = ids_R[:, None]
+    raw_R = logits_RV.log_softmax(-1).gather(-1, chosen_R1).squeeze(-1)
+    logprobs_R = scaled_RV.log_softmax(-1).gather(-1, chosen_R1).squeeze(-1)
+    logprobs_R = torch.where(is_greedy_R, raw_R, logprobs_R)
+    return SampledTokens(ids_R, logprobs_R, raw_R, logits_RV.isfinite().all(-1))
+
+
+def scale_and_cut(
+    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor
+) -> Tensor:
+    """Logits over temperature, -inf where a cut takes the token; greedy rows stay as they are."""
+    is_greedy_R = temperature_R == 0
     scaled_RV = logits_RV / torch.where(is_greedy_R, 1.0, temperature_R)[:, None]
     is_cut_R = ((top_k_R > 0) | (top_p_R < 1)) & ~is_greedy_R
     if is_cut_R.any():
@@ -40,14 +58,7 @@ def sample_logprob(
     if (min_p_R > 0).any():
         least_R = scaled_RV.amax(-1) + torch.where(is_greedy_R, 0.0, min_p_R).log()
         scaled_RV = torch.where(scaled_RV < least_R[:, None], -torch.inf, scaled_RV)
-
-    noise_RV = gumbel_noise(seeds_R, positions_R, logits_RV.shape[1])
-    sampled_R = (scaled_RV + noise_RV).argmax(-1)
-    ids_R = torch.where(is_greedy_R, logits_RV.argmax(-1), sampled_R)
-    chosen_R1 = ids_R[:, None]
-    raw_R = logits_RV.log_softmax(-1).gather(-1, chosen_R1).squeeze(-1)
-    logprobs_R = scaled_RV.log_softmax(-1).gather(-1, chosen_R1).squeeze(-1)
-    return SampledTokens(ids_R, torch.where(is_greedy_R, raw_R, logprobs_R), raw_R)
+    return scaled_RV
 
 
 def keep_top(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:

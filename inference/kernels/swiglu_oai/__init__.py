@@ -2,14 +2,14 @@
 
 from torch import Tensor
 
-from inference.kernels.dispatch import require_reference
+from inference.kernels.dispatch import use_kernel
 from inference.kernels.swiglu_oai import reference
 
 
 def swiglu_oai(gate_up_TX: Tensor, *, alpha: float, limit: float, beta: float = 1.0) -> Tensor:
     """g · sigmoid(alpha · g) · (u + beta) with g = min(gate, limit), u = clamp(up, ±limit).
 
-    FP32 inside, one cast to the dtype of `gate_up_TX`.
+    FP32 inside, one cast to the dtype of `gate_up_TX`. Differentiable on the CPU only.
 
     Args:
         gate_up_TX: [..., 2I], all gates and then all ups, never interleaved.
@@ -17,7 +17,11 @@ def swiglu_oai(gate_up_TX: Tensor, *, alpha: float, limit: float, beta: float = 
     Returns:
         [..., I].
     """
-    require_reference("swiglu_oai", gate_up_TX)
+    on_gpu = use_kernel("swiglu_oai", gate_up_TX)
     if gate_up_TX.shape[-1] % 2:
         raise ValueError(f"swiglu_oai: width {gate_up_TX.shape[-1]} is not gates and as many ups")
+    if on_gpu:
+        from inference.kernels.swiglu_oai import kernel
+
+        return kernel.swiglu_oai(gate_up_TX, alpha, limit, beta)
     return reference.swiglu_oai(gate_up_TX, alpha, limit, beta)

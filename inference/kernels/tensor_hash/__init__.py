@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from inference.kernels.dispatch import expect_dtype, require_reference
+from inference.kernels.dispatch import expect_dtype, use_kernel
 from inference.kernels.tensor_hash import reference
 
 __all__ = ["combine", "tensor_hash"]
@@ -37,7 +37,7 @@ def tensor_hash(
         TypeError: another dtype.
         ValueError: the rectangle does not lie inside `shape`.
     """
-    require_reference(OP, tensor)
+    on_cuda = use_kernel(OP, tensor)
     expect_dtype(OP, name, tensor, *reference.HASHABLE_DTYPES)
     local = tuple(tensor.shape)
     offsets = (0,) * tensor.ndim if offsets is None else tuple(offsets)
@@ -50,6 +50,10 @@ def tensor_hash(
         raise ValueError(
             f"{OP}: {name}: a rectangle {local} at {offsets} does not lie inside {shape}"
         )
+    if on_cuda:
+        from inference.kernels.tensor_hash import kernel
+
+        return kernel.tensor_hash(tensor, reference.salt(name), offsets, shape)
     return reference.tensor_hash(tensor, reference.salt(name), offsets, shape)
 
 

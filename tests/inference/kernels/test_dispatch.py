@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import inference.kernels
 from inference.kernels import mxfp8
+from inference.kernels.decode_plan import DecodePlan, plan_units
 from inference.kernels.dispatch import require_reference
 from inference.kernels.expert_gemm import expert_gemm
 from inference.kernels.index_select import index_select
+from inference.kernels.linear import linear
 from inference.kernels.msa_attention import msa_attention
 from inference.kernels.paged_attention import paged_attention
 from inference.kernels.paging import LayerPages, PagedBatch
@@ -28,6 +31,7 @@ Device = torch.device | str
 
 
 def one_token(device: Device) -> tuple[PagedBatch, LayerPages]:
+    units = plan_units(np.ones(1, np.int64), None, None, 1).to(device)
     batch = PagedBatch(
         positions_T=torch.zeros(1, dtype=torch.int64, device=device),
         slots_T=torch.zeros(1, dtype=torch.int64, device=device),
@@ -38,6 +42,7 @@ def one_token(device: Device) -> tuple[PagedBatch, LayerPages]:
         num_decodes=1,
         max_query_len=1,
         max_seq_len=1,
+        plan=DecodePlan(index=units, dense=units),
     )
     kv = torch.zeros(1, 1, 4, 8, device=device)
     return batch, LayerPages(kv, kv.clone(), torch.zeros(1, 4, 8, device=device))
@@ -100,6 +105,9 @@ def call_sample_logprob(device: Device) -> None:
 CALLS: dict[str, Callable[[Device], object]] = {
     "expert_gemm": call_expert_gemm,
     "index_select": call_index_select,
+    "linear": lambda device: linear(
+        torch.zeros(1, 4, device=device), torch.zeros(2, 4, device=device)
+    ),
     "msa_attention": call_msa_attention,
     "mxfp8": call_mxfp8,
     "paged_attention": call_paged_attention,

@@ -1,0 +1,139 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inference.kernels.expert_gemm import align_kernel, expert_gemm, kernel, reference
+from inference.kernels.expert_gemm.kernel import Config, Tiles
+
+M3 = (1.702, 7.0, 1.0)
+SMALL = Tiles(cols=32, depth=32, warps=4, stages=2, programs=1, tma=False)
+VARIANTS = {
+    "plain": Config(16, SMALL, SMALL),
+    "swapped": Config(32, *[replace(SMALL, swap=True, group=3, programs=2)] * 2),
+    "tails": Config(32, *[replace(SMALL, tail=16)] * 2),
+    "descriptors": Config(16, *[replace(SMALL, cols=16, tma=True, swap=True)] * 2),
+}
+
+
+def make(num_tokens, topk, num_experts, hidden, width, dtype, device, drop=0.0, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, hidden, generator=g)
+    w13 = torch.randn(num_experts, 2 * width, hidden, generator=g) * 2 / hidden**0.5
+    w2 = torch.randn(num_experts, hidden, width, generator=g) / width**0.5
+    ids = torch.rand(num_tokens, num_experts, generator=g).topk(topk).indices.int()
+    weights = torch.rand(num_tokens, topk, generator=g)
+    is_dropped = torch.rand(num_tokens, topk, generator=g) < drop
+    ids[is_dropped], weights[is_dropped] = -1, torch.nan
+    tensors = (x.to(dtype), w13.to(dtype), w2.to(dtype), ids, weights)
+    return [tensor.to(device) for tensor in tensors]
+
+
+def agree(found, wanted, rtol):
+    assert found.dtype == wanted.dtype
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
+    assert float(error) <= rtol
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("num_tokens", "topk", "num_experts", "hidden", "width", "drop"),
+    [(1, 3, 5, 40, 24, 0.0), (1, 3, 5, 12, 6, 0.5), (33, 3, 5, 40, 24, 0.3), (70, 2, 3, 12, 6, 0)],
+)
+def test_equals_the_reference(
+    kernel_device, variant, num_tokens, topk, num_experts, hidden, width, drop
+):
+    args = make(num_tokens, topk, num_experts, hidden, width, torch.float32, kernel_device, drop)
+    found = kernel.expert_gemm(*args, *M3, config=VARIANTS[variant])
+    agree(found, reference.expert_gemm(*args, *M3), 1e-6)
+
+
+def test_the_shared_experts_output_is_added(kernel_device):
+    args = make(3, 2, 4, 20, 8, torch.float32, kernel_device)
+    add = torch.randn(3, 20, device=kernel_device)
+    agree(kernel.expert_gemm(*args, *M3, add), reference.expert_gemm(*args, *M3, add), 1e-6)
+
+
+def test_fp16_tokens_are_rounded_once_at_the_end(kernel_device):
+    args = make(9, 2, 4, 64, 32, torch.float16, kernel_device)
+    agree(kernel.expert_gemm(*args, *M3), reference.expert_gemm(*args, *M3), 1e-3)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_experts_without_tokens_are_not_read(kernel_device, num_tokens):
+    x, w13, w2, ids, weights = make(num_tokens, 2, 6, 20, 8, torch.float32, kernel_device)
+    ids %= 3
+    ids[:, 1] = -1
+    w13[3:], w2[3:] = torch.nan, torch.nan
+    found = kernel.expert_gemm(x, w13, w2, ids, weights, *M3)
+    agree(found, reference.expert_gemm(x, w13, w2, ids, weights, *M3), 1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_nobody_here_gives_zeros(kernel_device, num_tokens):
+    x, w13, w2, ids, weights = make(num_tokens, 2, 4, 20, 8, torch.float32, kernel_device)
+    found = kernel.expert_gemm(x, w13, w2, torch.full_like(ids, -1), weights, *M3)
+    assert torch.equal(found, torch.zeros_like(x))
+
+
+def test_the_order_of_a_row_changes_no_bit(kernel_device):
+    x, w13, w2, ids, weights = make(19, 4, 6, 20, 8, torch.float32, kernel_device)
+    found = kernel.expert_gemm(x, w13, w2, ids, weights, *M3)
+    assert torch.equal(found, kernel.expert_gemm(x, w13, w2, ids.flip(-1), weights.flip(-1), *M3))
+
+
+def test_no_tokens(kernel_device):
+    args = make(0, 2, 4, 20, 8, torch.float32, kernel_device)
+    assert kernel.expert_gemm(*args, *M3).shape == (0, 20)
+
+
+@pytest.mark.parametrize(
+    ("num_pairs", "num_experts", "tile_rows"), [(2, 3, 16), (300, 20, 16), (2500, 5, 32)]
+)
+def test_a_plan_lists_every_pair_once_sorted_and_in_tiles(
+    kernel_device, num_pairs, num_experts, tile_rows
+):
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(-1, num_experts, (num_pairs, 1), generator=g).int()
+    ids[ids == 1] = -1
+    plan = align_kernel.align(ids.to(kernel_device), num_experts, tile_rows, use_pdl=False)
+    data = plan.data.tolist()
+    flat = ids.flatten()
+    wanted = torch.sort(flat, stable=True).indices[int((flat < 0).sum()) :].tolist()
+    order = data[4 + 4 * plan.max_tiles :]
+    assert order[: len(wanted)] == wanted
+    tiles = [tuple(data[4 + 4 * i : 7 + 4 * i]) for i in range(data[0])]
+    assert len(tiles) <= plan.max_tiles
+    rows = [(expert, row) for expert, first, end in tiles for row in range(first, end)]
+    assert rows == [(int(flat[pair]), row) for row, pair in enumerate(wanted)]
+    assert all(0 < end - first <= tile_rows for _, first, end in tiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_experts", [16, 128])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 33, 129, 513, 1030, 2050])
+def test_equals_the_reference_at_the_sizes_of_m3(cuda, num_tokens, num_experts):
+    """BF16 rounds the activation between the products and the result: 2^-9 each."""
+    args = make(num_tokens, 4, num_experts, 1024, 768, torch.bfloat16, cuda, drop=0.2)
+    add = torch.randn(num_tokens, 1024, device=cuda).bfloat16()
+    names = ("alpha", "limit", "beta")
+    found = expert_gemm(*args, **dict(zip(names, M3, strict=True)), add_TC=add)
+    agree(found, reference.expert_gemm(*args, *M3, add), 6e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 32])
+def test_a_captured_call_follows_its_inputs(cuda, num_tokens):
+    """Another choice of experts gives other tiles; the graph reads them from the device."""
+    first = make(num_tokens, 4, 16, 256, 128, torch.bfloat16, cuda)
+    second = make(num_tokens, 4, 16, 256, 128, torch.bfloat16, cuda, drop=0.5, seed=1)
+    x, w13, w2, ids, weights = (tensor.clone() for tensor in first)
+    kernel.expert_gemm(x, w13, w2, ids, weights, *M3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = kernel.expert_gemm(x, w13, w2, ids, weights, *M3)
+    for case in (second, first):
+        for buffer, value in zip((x, w13, w2, ids, weights), case, strict=True):
+            buffer.copy_(value)
+        graph.replay()
+        assert torch.equal(found, kernel.expert_gemm(*case, *M3))

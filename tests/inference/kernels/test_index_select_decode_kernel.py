@@ -1,0 +1,262 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inference.kernels.index_select import index_select, reference
+
+FP8 = torch.float8_e4m3fn
+
+
+def select(case, index_q, topk=16, local=1, index_pages=None):
+    """The kernel's choice for a batch of decodes, on the case's device."""
+    from inference.kernels.index_select import decode_kernel
+
+    pages = case.pages.index_pages if index_pages is None else index_pages
+    blocks = torch.empty((*index_q.shape[:2], topk), dtype=torch.int32, device=index_q.device)
+    decode_kernel.index_select_decode(index_q, pages, case.batch, blocks, topk, local)
+    return blocks
+
+
+def decodes(paged, seq_lens, queries=1, dtype=torch.float32, **shape):
+    """A batch of decodes with `queries` query tokens each."""
+    case = paged([queries] * len(seq_lens), seq_lens, dtype=dtype, **shape)
+    case.batch = replace(case.batch, num_decodes=len(seq_lens), decode_query_len=queries)
+    return case
+
+
+def share_pages(case, groups):
+    """Let the leading pages of each group's members be those of its first member."""
+    for (start, stop), pages in groups:
+        case.batch.page_table_RN[start:stop, :pages] = case.batch.page_table_RN[start, :pages]
+
+
+def choose(scores, num_blocks, topk, local):
+    from inference.kernels.index_select.select_kernel import select_blocks
+
+    out = torch.empty((len(num_blocks), topk), dtype=torch.int32, device=scores.device)
+    select_blocks(scores, num_blocks, out, topk, local)
+    return out
+
+
+# ---- selection alone
+
+
+@pytest.mark.parametrize("num_columns", [1, 16, 17, 64, 65, 257, 1300])
+@pytest.mark.parametrize(("topk", "local"), [(16, 1), (1, 1), (3, 0), (16, 16)])
+def test_selection_of_random_rows_is_the_references(kernel_device, num_columns, topk, local):
+    generator = torch.Generator().manual_seed(num_columns)
+    scores = torch.randn(4, num_columns, generator=generator)
+    num_blocks = torch.tensor([num_columns, num_columns // 2 + 1, 1, 0]).int()
+    found = choose(scores.to(kernel_device), num_blocks.to(kernel_device), topk, local)
+    assert torch.equal(found.cpu(), reference.choose_blocks(scores, num_blocks, topk, local))
+
+
+@pytest.mark.parametrize("num_columns", [40, 300, 1200])
+def test_ties_infinities_and_nan_are_the_references(kernel_device, num_columns):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, -1.0, 3.4028235e38])
+    scores = values[torch.randint(len(values), (6, num_columns), generator=generator)]
+    scores[4], scores[5] = torch.nan, 2.0
+    num_blocks = torch.full((6,), num_columns).int()
+    found = choose(scores.to(kernel_device), num_blocks.to(kernel_device), 16, 1)
+    assert torch.equal(found.cpu(), reference.choose_blocks(scores, num_blocks, 16, 1))
+
+
+def test_the_best_may_all_lie_in_one_progression(kernel_device):
+    scores = torch.zeros(2, 2100)
+    best = torch.arange(7, 2100, 128)
+    scores[:, best] = torch.arange(1.0, len(best) + 1)
+    scores[1, :16] = 50.0
+    num_blocks = torch.tensor([2100, 2100]).int()
+    found = choose(scores.to(kernel_device), num_blocks.to(kernel_device), 16, 0)
+    assert found[0].tolist() == best[-16:].tolist()
+    assert found[1].tolist() == list(range(16))
+
+
+def test_columns_beyond_a_rows_blocks_are_not_read(kernel_device):
+    wide = torch.full((2, 90), 1e30, device=kernel_device)
+    wide[0, :20], wide[1, :3] = -1.0, -2.0
+    found = choose(wide, torch.tensor([20, 3]).int().to(kernel_device), 4, 1)
+    assert found.tolist() == [[0, 1, 2, 19], [0, 1, 2, -1]]
+
+
+def test_rows_may_lie_apart(kernel_device):
+    wide = torch.rand(3, 100).to(kernel_device)
+    num_blocks = torch.full((3,), 70).int().to(kernel_device)
+    assert torch.equal(
+        choose(wide[:, 10:80], num_blocks, 8, 1),
+        choose(wide[:, 10:80].contiguous(), num_blocks, 8, 1),
+    )
+
+
+def test_a_choice_that_no_row_can_hold_is_refused(kernel_device):
+    scores, num_blocks = torch.zeros(1, 20), torch.ones(1).int()
+    with pytest.raises(ValueError, match="topk_blocks=17 must lie between 1 and 16"):
+        choose(scores, num_blocks, 17, 1)
+    with pytest.raises(ValueError, match="local_blocks=3 between 0 and it"):
+        choose(scores, num_blocks, 2, 3)
+
+
+# ---- scores and selection
+
+
+@pytest.mark.parametrize("num_workers", [1, 7, 100])
+@pytest.mark.parametrize(("page_size", "dim"), [(4, 8), (16, 32), (8, 24)])
+def test_ragged_decodes_choose_as_the_reference(paged, kernel_device, num_workers, page_size, dim):
+    case = decodes(paged, [1, 129, 16, 40, 0], page_size=page_size, index_dim=dim)
+    index_q = case.randn(case.num_tokens, 2, dim)
+    expected = reference.index_select(index_q, case.pages.index_pages, case.batch, 5, 1)
+    case = case.to(kernel_device)
+    case.plan(num_workers)
+    assert torch.equal(select(case, index_q.to(kernel_device), 5).cpu(), expected)
+
+
+@pytest.mark.parametrize(("topk", "local"), [(1, 1), (3, 0), (16, 3)])
+def test_any_choice_is_the_references(paged, kernel_device, topk, local):
+    case = decodes(paged, [90, 3, 17], page_size=4)
+    index_q = case.randn(case.num_tokens, 4, 8)
+    expected = reference.index_select(index_q, case.pages.index_pages, case.batch, topk, local)
+    case = case.to(kernel_device)
+    case.plan(4)
+    assert torch.equal(select(case, index_q.to(kernel_device), topk, local).cpu(), expected)
+
+
+@pytest.mark.parametrize("queries", [2, 5, 8])
+def test_each_query_token_sees_its_own_keys(paged, kernel_device, queries):
+    """Lengths around a page's end: the newest page is hidden from the earlier query tokens."""
+    seq_lens = [queries, 16 + queries // 2, 33, 0, 61]
+    case = decodes(paged, seq_lens, queries, page_size=4)
+    index_q = case.randn(case.num_tokens, 2, 8)
+    expected = reference.index_select(index_q, case.pages.index_pages, case.batch, 3, 1)
+    case = case.to(kernel_device)
+    case.plan(9)
+    assert torch.equal(select(case, index_q.to(kernel_device), 3).cpu(), expected)
+
+
+@pytest.mark.parametrize(("queries", "num_heads"), [(1, 4), (3, 2)])
+def test_shared_pages_change_nothing(paged, kernel_device, queries, num_heads):
+    """A group of 18 is cut into parts of 16 and 2; another has 3; two decodes are alone."""
+    seq_lens = [30 + 2 * place for place in range(18)] + [24, 31, 25] + [9, 0]
+    case = decodes(paged, seq_lens, queries, page_size=4)
+    share_pages(case, [((0, 18), 6), ((18, 21), 5)])
+    index_q = case.randn(case.num_tokens, num_heads, 8)
+    expected = reference.index_select(index_q, case.pages.index_pages, case.batch, 4, 1)
+    case = case.to(kernel_device)
+    for workers in (3, 64):
+        case.plan(workers, groups=([0, 18, 21, 22, 23], [6, 5, 0, 0]))
+        assert case.batch.plan.index.shared_X4.shape[0] >= 3
+        assert torch.equal(select(case, index_q.to(kernel_device), 4).cpu(), expected)
+
+
+def test_unused_units_and_padding_write_nothing_else(paged, kernel_device):
+    from inference.kernels.decode_plan import DecodePlan, plan_units
+
+    case = decodes(paged, [21, 40, 0], page_size=4)
+    index_q = case.randn(case.num_tokens, 2, 8)
+    expected = reference.index_select(index_q, case.pages.index_pages, case.batch, 4, 1)
+    case = case.to(kernel_device)
+    pages_R = -(-case.batch.seq_len_R.cpu().numpy() // 4)
+    units = plan_units(pages_R, None, None, 8, capacity=12).to(kernel_device)
+    case.batch.plan = DecodePlan(index=units, dense=units)
+    found = select(case, index_q.to(kernel_device), 4).cpu()
+    assert torch.equal(found, expected)
+    assert (found[2] == -1).all()
+
+
+def test_fp8_keys_are_read_exactly(paged, kernel_device):
+    case = decodes(paged, [70, 5], page_size=8, index_dim=32)
+    index_q = case.randn(case.num_tokens, 2, 32)
+    keys = case.pages.index_pages.to(FP8)
+    expected = reference.index_select(index_q, keys.float(), case.batch, 4, 1)
+    case = case.to(kernel_device)
+    case.plan(4)
+    found = select(case, index_q.to(kernel_device), 4, index_pages=keys.to(kernel_device))
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_decodes_on_a_gpu_need_a_plan(paged, kernel_device):
+    case = decodes(paged, [5], page_size=4).to(kernel_device)
+    with pytest.raises(ValueError, match=r"need batch\.plan"):
+        select(case, torch.zeros(1, 2, 8, device=kernel_device))
+
+
+# ---- real shapes
+
+
+def agreement(case, index_q, found, keys):
+    """Largest gap between FP32 scores of what was chosen and of what the reference chooses."""
+    expected = reference.index_select(index_q, keys, case.batch, found.shape[-1], 1)
+    assert torch.equal(found < 0, expected < 0)
+    worst = 0.0
+    for token, head in (found != expected).any(-1).nonzero().tolist():
+        pages = case.batch.page_table_RN[token // case.batch.decode_query_len].clamp(min=0)
+        visible = keys[pages].flatten(0, 1)[: int(case.batch.positions_T[token]) + 1].float()
+        scores = visible @ index_q[token, head].float()
+        padding = -len(scores) % keys.shape[1]
+        scores = torch.nn.functional.pad(scores, (0, padding), value=-torch.inf)
+        scores = scores.view(-1, keys.shape[1]).amax(1)
+        one, two = (
+            scores[blocks[blocks >= 0].long()].sort().values
+            for blocks in (found[token, head], expected[token, head])
+        )
+        worst = max(worst, float((one - two).abs().max() / two.abs().max()))
+    return worst
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("num_heads", [4, 1])
+def test_m3_decodes_choose_as_the_reference(paged, cuda, keys_dtype, queries, num_heads):
+    """Choices differ only where scores tie within FP32's rounding of 128 products."""
+    seq_lens = [4096, 129, 20_000, 7, 33_000, 0]
+    case = decodes(
+        paged, seq_lens, queries, dtype=torch.bfloat16, page_size=128, num_kv_heads=1, index_dim=128
+    ).to(cuda)
+    index_q = case.randn(case.num_tokens, num_heads, 128).to(cuda)
+    keys = case.pages.index_pages.to(keys_dtype)
+    case.plan(264)
+    found = select(case, index_q, index_pages=keys)
+    assert agreement(case, index_q, found, keys.to(torch.bfloat16)) < 1e-4
+    assert torch.equal(found, select(case, index_q, index_pages=keys))
+
+
+@pytest.mark.gpu
+def test_m3_groups_choose_as_without_sharing(paged, cuda):
+    seq_lens = [8192 + 3 + 37 * place for place in range(16)] + [5000]
+    case = decodes(
+        paged, seq_lens, dtype=torch.bfloat16, page_size=128, num_kv_heads=1, index_dim=128
+    )
+    share_pages(case, [((0, 16), 64)])
+    case = case.to(cuda)
+    index_q = case.randn(case.num_tokens, 4, 128).to(cuda)
+    case.plan(264)
+    alone = select(case, index_q)
+    case.plan(264, groups=([0, 16, 17], [64, 0]))
+    together = select(case, index_q)
+    assert agreement(case, index_q, together, case.pages.index_pages) < 1e-4
+    assert float((alone != together).any(-1).float().mean()) < 0.1
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_chooses_as_the_eager_call(paged, cuda):
+    case = decodes(
+        paged,
+        [4096, 700, 0],
+        dtype=torch.bfloat16,
+        page_size=128,
+        num_kv_heads=1,
+        index_dim=128,
+    ).to(cuda)
+    index_q = case.randn(case.num_tokens, 4, 128).to(cuda)
+    case.plan(264)
+    options = {"topk_blocks": 16, "local_blocks": 1}
+    expected = index_select(index_q, case.pages.index_pages, case.batch, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = index_select(index_q, case.pages.index_pages, case.batch, **options)
+    for _ in range(3):
+        found.fill_(-7)
+        graph.replay()
+        assert torch.equal(found, expected)

@@ -96,11 +96,14 @@ def linear_bytes() -> float:
     return 2.0 * (dense + sparse + 200064 * C)
 
 
-def decode_bytes(batch: int, ctx: int, num_experts: int, *, num_shared: int = 0) -> float:
-    """Fewest bytes of a BF16 decode step; `num_shared` requests share each prompt (0: none do)."""
+def decode_bytes(batch: int, ctx: int, experts_hit: float, *, num_shared: int = 0) -> float:
+    """Fewest bytes of a BF16 decode step.
+
+    `experts_hit` different experts serve its tokens in each layer; `num_shared` requests share each
+    prompt (0: none do).
+    """
     num_sparse = NUM_LAYERS - NUM_DENSE
-    hit = num_experts * (1 - (1 - 4 / num_experts) ** batch)
-    experts = num_sparse * hit * 3 * 3072 * 6144 * 2
+    experts = num_sparse * experts_hit * 3 * 3072 * 6144 * 2
     prompts = batch / max(1, num_shared)
     read_whole = prompts * ctx * (NUM_DENSE * 2048 + num_sparse * 256)
     return linear_bytes() + experts + read_whole + batch * num_sparse * min(ctx, 2048) * 2048

@@ -23,6 +23,7 @@ from inference.engine.sampler import (
     PendingSample,
     SamplingArrays,
     has_cuts,
+    pack,
     sample,
     sampling_arrays,
 )
@@ -30,7 +31,6 @@ from inference.engine.scheduler import Schedule
 from inference.engine.sharing import DecodePlanner, HostPlan
 from inference.engine.staging import Staging, offsets, views
 from inference.kernels.paging import LayerPages, PagedBatch
-from inference.kernels.sample_logprob import SampledTokens
 from inference.models.minimax_m3 import Capture, MiniMaxM3
 
 
@@ -43,7 +43,8 @@ class CapturedStep:
     """uint8: all that changes from step to step."""
     sampling: SamplingArrays
     logits_SV: Tensor
-    tokens: SampledTokens
+    packed: Tensor
+    """uint8: the sampled tokens, to be fetched in one copy."""
 
 
 class DecodeGraphs:
@@ -93,11 +94,12 @@ class DecodeGraphs:
             step = self._captured[size, shares] = self._capture_step(size, arrays, plan)
         self._staging.send(arrays, step.inputs)
         step.graph.replay()
-        tokens = step.tokens
+        packed = step.packed
         if has_cuts(rows, schedule.rows_R):
             tokens = sample(step.logits_SV, replace(step.sampling, has_cuts=True))
             self._newest_M[step.sampling.rows_S] = tokens.ids_R
-        return PendingSample(SampledTokens(*(part[:count] for part in tokens)))
+            packed = pack(tokens)
+        return PendingSample(packed, count)
 
     def _arrays(
         self, rows: RunningRows, schedule: Schedule, size: int
@@ -153,7 +155,7 @@ class DecodeGraphs:
         self._staging.send(padding, inputs)
         sampling = SamplingArrays.of(parts[4:11], has_cuts=False)
 
-        def run() -> tuple[Tensor, SampledTokens]:
+        def run() -> tuple[Tensor, Tensor]:
             ids_T = torch.where(parts[0] == PENDING, self._newest_M[sampling.rows_S], parts[0])
             hidden_TC = self._model(
                 ids_T, self._paged(size, parts, plan), self._pages, self._capture
@@ -161,7 +163,7 @@ class DecodeGraphs:
             logits_SV = self._model.logits(hidden_TC)
             tokens = sample(logits_SV, sampling)
             self._newest_M[sampling.rows_S] = tokens.ids_R
-            return logits_SV, tokens
+            return logits_SV, pack(tokens)
 
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -171,9 +173,9 @@ class DecodeGraphs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            logits_SV, tokens = run()
+            logits_SV, packed = run()
         self._memory = graph.pool()
-        return CapturedStep(graph, inputs, sampling, logits_SV, tokens)
+        return CapturedStep(graph, inputs, sampling, logits_SV, packed)
 
     def _paged(self, size: int, parts: list[Tensor], plan: HostPlan) -> PagedBatch:
         return PagedBatch(

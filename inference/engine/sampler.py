@@ -54,13 +54,29 @@ class Sampled:
 class PendingSample:
     """Tokens of a step that the device may still be computing."""
 
-    def __init__(self, tokens: SampledTokens) -> None:
-        self._fetch = Fetch(
-            [tokens.ids_R, tokens.logprobs_R, tokens.raw_logprobs_R, tokens.is_finite_R]
-        )
+    def __init__(self, packed: Tensor, count: int) -> None:
+        """`packed`: of `pack`; the first `count` rows are wanted."""
+        self._fetch, self._count = Fetch(packed), count
 
     def wait(self) -> Sampled:
-        return Sampled(*self._fetch.wait())
+        packed = self._fetch.wait()
+        num_rows = len(packed) // ROW_BYTES
+        ids, logprobs, raw, is_finite = np.split(packed, np.cumsum([8, 4, 4]) * num_rows)
+        return Sampled(
+            ids.view(np.int64)[: self._count],
+            logprobs.view(np.float32)[: self._count],
+            raw.view(np.float32)[: self._count],
+            is_finite.view(bool)[: self._count],
+        )
+
+
+ROW_BYTES = 8 + 4 + 4 + 1
+"""A token: its id, two logprobs, and whether the logits were finite."""
+
+
+def pack(tokens: SampledTokens) -> Tensor:
+    """All fields one after the other in one tensor of bytes."""
+    return torch.cat([field.view(torch.uint8) for field in tokens])
 
 
 def sampling_arrays(rows: RunningRows, rows_S: np.ndarray) -> list[np.ndarray]:

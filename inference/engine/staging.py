@@ -73,20 +73,19 @@ class Staging:
 
 
 class Fetch:
-    """Tensors on their way to the host; `wait` gives them as arrays."""
+    """A tensor on its way to the host; `wait` gives it as an array."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        if tensors[0].device.type == "cpu":
-            self._host = list(tensors)
+        self._host = tensor
+        if tensor.device.type == "cpu":
             return
-        self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-        for host, tensor in zip(self._host, tensors, strict=True):
-            host.copy_(tensor, non_blocking=True)
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record()
 
-    def wait(self) -> list[np.ndarray]:
+    def wait(self) -> np.ndarray:
         if self._event is not None:
             self._event.synchronize()
-        return [tensor.numpy() for tensor in self._host]
+        return self._host.numpy()

@@ -11,7 +11,7 @@ from inference.engine.batch import StepBatch, build_batch
 from inference.engine.coverage import Bounds, WeightSlot
 from inference.engine.graphs import DecodeGraphs
 from inference.engine.rows import PENDING, RunningRows
-from inference.engine.sampler import PendingSample, sample
+from inference.engine.sampler import PendingSample, pack, sample
 from inference.engine.scheduler import Schedule
 from inference.engine.sharing import DecodePlanner
 from inference.engine.staging import Staging
@@ -85,7 +85,7 @@ class Worker:
             )
         tokens = sample(self.forward(batch), batch.sampling)
         self._newest_M[batch.sampling.rows_S] = tokens.ids_R
-        return PendingSample(tokens)
+        return PendingSample(pack(tokens), len(tokens.ids_R))
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:

@@ -204,6 +204,10 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("the engine is timed on a CUDA device, and there is none")
+    if args.peer and args.peer_site is None:
+        parser.error("--peer needs --peer-site, the folder with its packages")
     for name in args.slices:
         peer_us = run_peer(name, args.peer_site, args.peer_seconds) if args.peer else {}
         start = time.monotonic()

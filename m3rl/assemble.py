@@ -57,6 +57,7 @@ def replica_settings(config: Config) -> ReplicaSettings:
     engine: dict[str, Any] = backend.engine.model_dump()
     engine |= {
         "dtype": config.policy.dtype,
+        "device": backend.device,
         "capture_routing": config.rollout.capture_routing,
         "capture_blocks": config.rollout.capture_blocks,
     }
@@ -107,7 +108,12 @@ class RolloutSide:
             chat, self.rewards, partial_credit=config.reward.partial_credit
         )
         self._chat = chat
-        self.backend = M3Backend(replica_settings(config), config.rollout.backend.num_replicas)
+        backend = config.rollout.backend
+        self.backend = M3Backend(
+            replica_settings(config),
+            backend.num_replicas,
+            num_gpus=int(backend.device == "cuda"),
+        )
 
     def wait_started(self) -> None:
         self.backend.wait_started()

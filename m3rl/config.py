@@ -142,10 +142,17 @@ class EngineOptions(Section):
     """Tokens of one engine step; longer prefills are done in chunks."""
     enable_prefix_cache: Bool = True
     """Keep the pages of finished prompts for later ones, within one policy version."""
+    kv_dtype: Literal["auto", "float8_e4m3fn"] = "auto"
+    """Of key and value pages; auto: as policy.dtype. FP8 halves them and their traffic, and moves
+    the runtime away from the trainer (see mismatch/*)."""
+    index_dtype: Literal["auto", "float8_e4m3fn"] = "auto"
+    """Of index-key pages, likewise."""
 
 
 class M3BackendConfig(Section):
     kind: Literal["m3"] = "m3"
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda: each replica takes one GPU of the cluster."""
     num_replicas: Int = Field(default=1, ge=1)
     """Complete copies of the model that generate."""
     num_threads: Int = Field(default=1, ge=1)

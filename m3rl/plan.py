@@ -20,7 +20,7 @@ from m3rl.report import table
 
 ModelPart = Literal["tokenizer", "weights"]
 MODEL_PARTS: tuple[ModelPart, ...] = ("tokenizer", "weights")
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
 CHECKED_ITEMS = 100
 """Items of each dataset that are looked at; the whole of it is checked when a run starts."""
 H200_BYTES = 139 << 30
@@ -263,10 +263,14 @@ def _replica_bytes(
     slots = config.rollout.backend.engine.num_pages * model.index_block_size
     sparse = len(model.sparse_layers)
     kv = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
+    engine = config.rollout.backend.engine
     out = {
         "weights": width * (sum(parameters.values()) - router) + 4 * router,
-        "KV pages": slots * kv * width,
-        "index pages": slots * sparse * model.index_head_dim * width,
+        "KV pages": slots * kv * DTYPE_BYTES.get(engine.kv_dtype, width),
+        "index pages": slots
+        * sparse
+        * model.index_head_dim
+        * DTYPE_BYTES.get(engine.index_dtype, width),
     }
     if config.rollout.capture_routing:
         out["captured routing"] = slots * len(model.moe_layers) * model.num_experts_per_tok

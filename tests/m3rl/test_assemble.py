@@ -49,6 +49,15 @@ REACHES = {
         {"rollout.capture_blocks": True, "replica.engine.capture_blocks": True},
     ),
     "rollout.backend.num_threads": ("3", {"replica.num_threads": 3}),
+    "rollout.backend.device": ("cuda", {"replica.engine.device": "cuda"}),
+    "rollout.backend.engine.kv_dtype": (
+        "float8_e4m3fn",
+        {"replica.engine.kv_dtype": "float8_e4m3fn"},
+    ),
+    "rollout.backend.engine.index_dtype": (
+        "float8_e4m3fn",
+        {"replica.engine.index_dtype": "float8_e4m3fn"},
+    ),
     "rollout.backend.engine.num_pages": ("99", {"replica.engine.num_pages": 99}),
     "rollout.backend.engine.max_model_len": ("200", {"replica.engine.max_model_len": 200}),
     "rollout.backend.engine.max_running_requests": (

@@ -259,3 +259,13 @@ def test_any_history_gives_each_request_what_it_gets_alone():
                 assert output.token_ids.tolist() == expected.token_ids.tolist()[:count]
             else:
                 assert_same(output, expected)
+
+
+def test_fp8_pages_move_logprobs_a_little():
+    asked = [Request("r", prompt(40), greedy(20))]
+    (exact,) = run(make_engine(), asked)
+    (rounded,) = run(make_engine(kv_dtype="float8_e4m3fn", index_dtype="float8_e4m3fn"), asked)
+    count = int((exact.token_ids == rounded.token_ids).cumprod().sum())
+    assert count > 0
+    delta = np.abs(exact.logprobs - rounded.logprobs)[:count]
+    assert 1e-4 < delta.mean() < 0.3

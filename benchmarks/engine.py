@@ -160,6 +160,11 @@ def run_rank(driver: M3Driver, record: Recorder, profile: bool) -> None:
         times = slices.time_prefill(driver, count, length, 1 if length > 100_000 else 3)
         value = {"tokens_per_s": 1e6 * count * length / times.median}
         record(f"prefill {count}x{length}", times, slice_name="rank", value=value)
+        if profile:
+            for prompt in slices.prompts(count, length, seed=length):
+                driver.add(prompt, None, 4)
+            trace_steps(driver.step, f"prefill {count}x{length}", min(3, count * length // 8192))
+            driver.abort()
     for groups, ctx in slices.GROUPS:
         size = slices.GROUP_SIZE
         requests = slices.group_requests(groups, ctx)

@@ -13,7 +13,9 @@ NUM_STEPS = 12
 SHOWN = 28
 
 
-def trace_steps(step: Callable[[], Any], title: str | None) -> dict[str, float]:
+def trace_steps(
+    step: Callable[[], Any], title: str | None, num_steps: int = NUM_STEPS
+) -> dict[str, float]:
     """Profile some steps; with a `title` also print their kernels.
 
     Returns:
@@ -22,7 +24,7 @@ def trace_steps(step: Callable[[], Any], title: str | None) -> dict[str, float]:
     step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(NUM_STEPS):
+        for _ in range(num_steps):
             step()
         torch.cuda.synchronize()
     kernels = [
@@ -37,17 +39,18 @@ def trace_steps(step: Callable[[], Any], title: str | None) -> dict[str, float]:
         end = max(end, stop)
     span = end - kernels[0][0]
     if title is not None:
-        print(f"-- {title}: {span / NUM_STEPS:.0f} us a step under the profiler")
-        _print_kernels(kernels)
-    return {"idle_share": 1 - busy / span, "idle_us": (span - busy) / NUM_STEPS}
+        print(f"-- {title}: {span / num_steps:.0f} us a step under the profiler")
+        _print_kernels(kernels, num_steps)
+    return {"idle_share": 1 - busy / span, "idle_us": (span - busy) / num_steps}
 
 
-def _print_kernels(kernels: list[tuple[float, float, str]]) -> None:
+def _print_kernels(kernels: list[tuple[float, float, str]], num_steps: int) -> None:
+    """Times of a kernel that waits for the one before it inside the launch count the wait too."""
     total: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
     for start, stop, name in kernels:
         total[name] += stop - start
         count[name] += 1
     for name in sorted(total, key=total.__getitem__, reverse=True)[:SHOWN]:
-        per_step = total[name] / NUM_STEPS
-        print(f"   {per_step:9.1f} us {count[name] / NUM_STEPS:6.1f} x  {name[:90]}")
+        per_step = total[name] / num_steps
+        print(f"   {per_step:9.1f} us {count[name] / num_steps:6.1f} x  {name[:90]}")

@@ -41,6 +41,8 @@ class CapturedStep:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
     """uint8: all that changes from step to step."""
+    starts_R1: Tensor
+    """What never changes; held because the graph reads it where it lies."""
     sampling: SamplingArrays
     logits_SV: Tensor
     packed: Tensor
@@ -149,6 +151,7 @@ class DecodeGraphs:
         """Run a step of padding rows alone, which compiles its kernels, then capture it."""
         inputs = torch.empty(offsets(arrays)[-1], dtype=torch.uint8, device=self._newest_M.device)
         parts = views(inputs, arrays)
+        starts_R1 = torch.arange(size + 1, dtype=torch.int32, device=inputs.device)
         padding = [np.zeros_like(array) for array in arrays]
         padding[2][:] = -1
         padding[4][:] = self._padding_row
@@ -158,11 +161,11 @@ class DecodeGraphs:
         def run() -> tuple[Tensor, Tensor]:
             ids_T = torch.where(parts[0] == PENDING, self._newest_M[sampling.rows_S], parts[0])
             hidden_TC = self._model(
-                ids_T, self._paged(size, parts, plan), self._pages, self._capture
+                ids_T, self._paged(size, parts, starts_R1, plan), self._pages, self._capture
             )
             logits_SV = self._model.logits(hidden_TC)
             tokens = sample(logits_SV, sampling)
-            self._newest_M[sampling.rows_S] = tokens.ids_R
+            self._newest_M.index_copy_(0, sampling.rows_S, tokens.ids_R)
             return logits_SV, pack(tokens)
 
         side = torch.cuda.Stream()
@@ -175,13 +178,15 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._memory):
             logits_SV, packed = run()
         self._memory = graph.pool()
-        return CapturedStep(graph, inputs, sampling, logits_SV, packed)
+        return CapturedStep(graph, inputs, starts_R1, sampling, logits_SV, packed)
 
-    def _paged(self, size: int, parts: list[Tensor], plan: HostPlan) -> PagedBatch:
+    def _paged(
+        self, size: int, parts: list[Tensor], starts_R1: Tensor, plan: HostPlan
+    ) -> PagedBatch:
         return PagedBatch(
             positions_T=parts[1],
             slots_T=parts[2],
-            query_start_R1=torch.arange(size + 1, dtype=torch.int32, device=parts[1].device),
+            query_start_R1=starts_R1,
             seq_len_R=parts[3],
             page_table_RN=self._table_MN[parts[4]],
             page_size=self._page_size,

@@ -1,4 +1,4 @@
-"""Up to 16 tokens times M3's weights beside cuBLAS; sampling and the weight hash."""
+"""Few tokens times M3's weights beside cuBLAS; sampling and the weight hash."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VOCAB = 200064
 def run(bench: Bench) -> None:
     for name, shape in SHAPES.items():
         weights: list[Tensor] = []
-        for num_tokens in (1, 8, 16):
+        for num_tokens in (1, 8, 32, 64):
             call = partial(_linear, bench, name, shape, weights, num_tokens)
             bench.case(f"{name} t{num_tokens}", call)
     for num_rows in (1, 32, 128):
@@ -53,7 +53,8 @@ def _linear(
     out_dtype = torch.float32 if name == "lm_head" else None
     wanted = x.float() @ weights[0].float().T
     correct = {"rel": relative_error(linear(x, weights[0], out_dtype), wanted)}
-    tolerance = {"rel": 1e-5 if out_dtype else 4e-3}
+    # FP32 sums of the tensor cores are cut off, not rounded.
+    tolerance = {"rel": 3e-5 if out_dtype else 4e-3}
 
     def cublas(weight: Tensor) -> Tensor:
         if out_dtype:

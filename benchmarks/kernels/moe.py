@@ -1,4 +1,4 @@
-"""Routed experts in BF16: all 128 on one GPU, or the 16 that one of eight ranks has; the router."""
+"""Experts in BF16: all 128 on one GPU, or the 16 that one of eight ranks has; router; a layer."""
 
 from __future__ import annotations
 
@@ -79,6 +79,8 @@ def run(bench: Bench) -> None:
             )
     for num_tokens in (1, 128, 8192):
         bench.case(f"router T{num_tokens}", lambda n=num_tokens: _run_router(bench, n))
+    for num_tokens in (1, 8, 32):
+        bench.case(f"layer T{num_tokens}", lambda n=num_tokens: _run_layer(bench, w13, w2, n))
 
 
 def _run(
@@ -172,6 +174,37 @@ def _run_router(bench: Bench, num_tokens: int) -> None:
         floor=floor_us(
             EXPERTS * HIDDEN * 4 + num_tokens * HIDDEN * 2, 6.0 * num_tokens * HIDDEN * EXPERTS
         ),
+    )
+
+
+def _run_layer(bench: Bench, w13: Tensor, w2: Tensor, num_tokens: int) -> None:
+    """Router, routed experts and the shared one, as a decode step runs them."""
+    generator = torch.Generator(device="cuda").manual_seed(num_tokens)
+    x_TC = torch.randn(num_tokens, HIDDEN, device="cuda", generator=generator).bfloat16()
+    bias_E = torch.zeros(EXPERTS, device="cuda")
+    shared = w13[-1].clone(), w2[-1].clone()
+    # Several layers' routers choose different experts.
+    gates = [
+        torch.randn(EXPERTS, HIDDEN, device="cuda", generator=generator) / HIDDEN**0.5
+        for _ in range(6)
+    ]
+
+    def ours(i: int) -> tuple[Tensor, Tensor, Tensor]:
+        weights_TA, ids_TA = router(x_TC, gates[i], bias_E, topk=TOPK, scale=2.0)
+        out_TC = expert_gemm(x_TC, w13, w2, ids_TA, weights_TA, **ACT, shared=shared)
+        return out_TC, ids_TA, weights_TA
+
+    found = [ours(i) for i in range(len(gates))]
+    out_TC, ids_TA, weights_TA = found[0]
+    wanted = reference.expert_gemm(x_TC, w13, w2, ids_TA, weights_TA, *ACT.values(), shared)
+    hit = sum(int(ids.unique().numel()) for _, ids, _ in found) / len(gates)
+    bench.record(
+        "moe_bf16",
+        f"layer T{num_tokens}",
+        time_graph([lambda i=i: ours(i) for i in range(len(gates))], reps=11),
+        correct={"relative error": relative_error(out_TC, wanted)},
+        tolerance=TOLERANCE,
+        floor=floor_us((hit + 1) * EXPERT_BYTES + EXPERTS * HIDDEN * 4),
     )
 
 

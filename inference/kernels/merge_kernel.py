@@ -48,6 +48,63 @@ def begin_dependent(PDL: tl.constexpr):
 
 
 @triton.jit
+def begin_last(PDL: tl.constexpr):
+    """As `begin_dependent`, and the next kernel may be launched before the wait is over.
+
+    That kernel must not assume that more than its own wait tells it has been written.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def fetch_ahead(p_first, num_bytes, is_wanted):
+    """Start to move `num_bytes` (a multiple of 16) from p_first (aligned as much) on into L2.
+
+    Only a hint, and right even where a kernel still writes there: what is in L2 stays coherent.
+    """
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred is_wanted;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.ne.u32 is_wanted, $3, 0;
+        setp.eq.and.u32 is_wanted, thread, 0, is_wanted;
+        @is_wanted cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r,r",
+        args=[p_first, num_bytes, is_wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def fetch_lines_ahead(b_p, m_p):
+    """`fetch_ahead` of the 128 bytes at each of the addresses b_p where m_p holds."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred is_wanted;
+        setp.ne.u32 is_wanted, $2, 0;
+        @is_wanted prefetch.global.L2 [$1];
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        args=[b_p, m_p.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def wait_at_end(PDL: tl.constexpr):
     """For a kernel that reads nothing of the one before it: it ends no earlier than that one."""
     if PDL:

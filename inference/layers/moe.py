@@ -59,6 +59,9 @@ class MoE(nn.Module):
             alpha=self.alpha,
             limit=self.limit,
             beta=self.beta,
-            add_TC=self.shared_experts(x_TC),
+            shared=(
+                self.shared_experts.gate_up_proj.weight,
+                self.shared_experts.down_proj.weight,
+            ),
         )
         return y_TC, ids_TA

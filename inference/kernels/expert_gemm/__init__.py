@@ -19,13 +19,14 @@ def expert_gemm(
     alpha: float,
     limit: float,
     beta: float = 1.0,
-    add_TC: Tensor | None = None,
+    shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Σ over a token's experts of weight · w2 · swiglu_oai(w13 · x), + `add_TC`.
+    """Σ over a token's experts of weight · w2 · swiglu_oai(w13 · x), + the shared expert's.
 
-    FP32 inside, summed in ascending expert id and `add_TC` last, one cast to the dtype of `x_TC`.
-    On CUDA tokens and weights have one dtype, the activation is rounded to it between the two
-    products as in a dense MLP, and there are no gradients.
+    FP32 inside, summed in ascending expert id and the shared expert last, one cast to the dtype
+    of `x_TC`. On CUDA tokens and weights have one dtype, the activation is rounded to it between
+    the two products as in a dense MLP, and there are no gradients; from about 33 tokens on the
+    shared expert is a dense MLP there, so its output too is rounded before it is added.
 
     Args:
         x_TC: [T, C].
@@ -34,12 +35,13 @@ def expert_gemm(
         ids_TA: [T, A] int32 experts; -1 adds nothing (padding, an expert held elsewhere). On CUDA
             nobody checks their range: that would wait for the device.
         weights_TA: [T, A] FP32, `routed_scaling_factor` included.
-        add_TC: [T, C], the shared expert's output.
+        shared: (gate rows and then up rows [2S, C], down [C, S]) of an expert that every token
+            has with weight 1. On one whose width S is I it costs least.
 
     Returns:
-        [T, C], without the shared expert unless it is `add_TC`.
+        [T, C].
     """
-    on_gpu = use_kernel(OP, x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA, add_TC)
+    on_gpu = use_kernel(OP, x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA, *(shared or ()))
     num_tokens, hidden = x_TC.shape
     num_experts, double_width, _ = w13_E2IC.shape
     expect_shape(OP, "w13_E2IC", w13_E2IC, (num_experts, double_width, hidden))
@@ -48,15 +50,19 @@ def expert_gemm(
     expect_shape(OP, "weights_TA", weights_TA, tuple(ids_TA.shape))
     expect_dtype(OP, "ids_TA", ids_TA, torch.int32)
     expect_dtype(OP, "weights_TA", weights_TA, torch.float32)
-    if add_TC is not None:
-        expect_shape(OP, "add_TC", add_TC, (num_tokens, hidden))
+    if shared is not None:
+        shared_width = shared[1].shape[1]
+        expect_shape(OP, "shared[0]", shared[0], (2 * shared_width, hidden))
+        expect_shape(OP, "shared[1]", shared[1], (hidden, shared_width))
     if on_gpu:
         from inference.kernels.expert_gemm import kernel
 
         expect_dtype(OP, "w13_E2IC", w13_E2IC, x_TC.dtype)
         expect_dtype(OP, "w2_ECI", w2_ECI, x_TC.dtype)
+        for i, weight in enumerate(shared or ()):
+            expect_dtype(OP, f"shared[{i}]", weight, x_TC.dtype)
         return kernel.expert_gemm(
-            x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA, alpha, limit, beta, add_TC
+            x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA, alpha, limit, beta, shared
         )
     if ids_TA.numel() and not -1 <= int(ids_TA.min()) <= int(ids_TA.max()) < num_experts:
         raise ValueError(
@@ -64,5 +70,5 @@ def expert_gemm(
             f"needs -1..{num_experts - 1}"
         )
     return reference.expert_gemm(
-        x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA, alpha, limit, beta, add_TC
+        x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA, alpha, limit, beta, shared
     )

@@ -1,5 +1,8 @@
 """Token-expert pairs sorted by expert and cut into tiles of rows, for the grouped products.
 
+An expert's last tile may be longer than the others by `tail_rows`: that costs less than a tile of
+its own, which would fetch the weights again.
+
 A plan is one int32 tensor: how many tiles there are, then (expert, first, end) of each tile in
 sorted order, then the sorted pairs. Pair `t * A + a` is token t's a-th expert.
 
@@ -28,8 +31,7 @@ class Plan:
     tile_rows: int
     max_tiles: int
     """Bounds the number of tiles by shapes alone."""
-    is_direct: bool = False
-    """`data` is one token's experts: pair a is tile a, and row a."""
+    tail_rows: int = 0
 
     @property
     def order_start(self) -> int:
@@ -38,9 +40,10 @@ class Plan:
 
 
 @triton.jit
-def _write_tiles(plan_ptr, b_count, b_end, o_e, BLOCK_M: tl.constexpr):
+def _write_tiles(plan_ptr, b_count, b_end, o_e, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr):
     """The tile list of experts with `b_count` rows that end at `b_end`."""
-    b_tiles = (b_count + BLOCK_M - 1) // BLOCK_M
+    b_tiles = (tl.maximum(b_count - TAIL_M, 0) + BLOCK_M - 1) // BLOCK_M
+    b_tiles = tl.where(b_count > 0, tl.maximum(b_tiles, 1), 0)
     b_tile_end = tl.cumsum(b_tiles, 0)
     b_tile = b_tile_end - b_tiles
     b_first = b_end - b_count
@@ -51,7 +54,8 @@ def _write_tiles(plan_ptr, b_count, b_end, o_e, BLOCK_M: tl.constexpr):
         p_tile = plan_ptr + 4 + 4 * (b_tile + i)
         tl.store(p_tile, o_e, mask=m_e)
         tl.store(p_tile + 1, b_first + i * BLOCK_M, mask=m_e)
-        tl.store(p_tile + 2, tl.minimum(b_first + (i + 1) * BLOCK_M, b_end), mask=m_e)
+        b_next = tl.where(i + 1 == b_tiles, b_end, b_first + (i + 1) * BLOCK_M)
+        tl.store(p_tile + 2, b_next, mask=m_e)
 
 
 @triton.jit(do_not_specialize=["order_start", "num_pairs"])
@@ -65,12 +69,13 @@ def _align_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Program 0 writes the tiles, the others the place of BLOCK_I pairs each."""
     if USE_PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0)
     if pid == 0:
         # [BLOCK_P]
@@ -78,7 +83,7 @@ def _align_kernel(
         b_ids = tl.load(ids_ptr + o_p, mask=o_p < num_pairs, other=-1)
         o_e = tl.arange(0, BLOCK_E)
         b_count = tl.histogram(tl.maximum(b_ids, 0), BLOCK_E, mask=b_ids >= 0)
-        _write_tiles(plan_ptr, b_count, tl.cumsum(b_count, 0), o_e, BLOCK_M)
+        _write_tiles(plan_ptr, b_count, tl.cumsum(b_count, 0), o_e, BLOCK_M, TAIL_M)
     else:
         # [BLOCK_I]
         o_i = (pid - 1) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -106,8 +111,8 @@ def _count_kernel(
 ):
     """How often each expert occurs in a chunk of pairs."""
     if USE_PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0)
     o_p = pid * CHUNK + tl.arange(0, CHUNK)
     b_ids = tl.load(ids_ptr + o_p, mask=o_p < num_pairs, other=-1)
@@ -128,12 +133,13 @@ def _place_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """The place of each pair of a chunk, from the counts of all chunks; program 0 the tiles too."""
     if USE_PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0)
     o_e = tl.arange(0, BLOCK_E)
     b_total = tl.zeros([BLOCK_E], tl.int32)
@@ -146,12 +152,12 @@ def _place_kernel(
         b_before += tl.sum(tl.where(o_n < pid, b_count, 0), 0)
     b_end = tl.cumsum(b_total, 0)
     if pid == 0:
-        _write_tiles(plan_ptr, b_total, b_end, o_e, BLOCK_M)
+        _write_tiles(plan_ptr, b_total, b_end, o_e, BLOCK_M, TAIL_M)
     # [CHUNK]
     o_i = pid * CHUNK + tl.arange(0, CHUNK)
     b_i = tl.load(ids_ptr + o_i, mask=o_i < num_pairs, other=-1)
     b_row = tl.gather(b_end - b_total + b_before, tl.maximum(b_i, 0), 0)
-    for first in range(0, CHUNK, BLOCK_J):
+    for first in tl.static_range(0, CHUNK, BLOCK_J):
         # [BLOCK_J]
         o_j = pid * CHUNK + first + tl.arange(0, BLOCK_J)
         b_j = tl.load(ids_ptr + o_j, mask=o_j < num_pairs, other=-1)
@@ -160,7 +166,9 @@ def _place_kernel(
     tl.store(plan_ptr + order_start + b_row, o_i, mask=b_i >= 0)
 
 
-def align(ids_TA: Tensor, num_experts: int, tile_rows: int, *, use_pdl: bool) -> Plan:
+def align(
+    ids_TA: Tensor, num_experts: int, tile_rows: int, tail_rows: int = 0, *, use_pdl: bool
+) -> Plan:
     """Sort the pairs of `ids_TA` by expert, stably; -1 is left out.
 
     Nothing here depends on values, so the call can be captured in a CUDA graph.
@@ -171,6 +179,7 @@ def align(ids_TA: Tensor, num_experts: int, tile_rows: int, *, use_pdl: bool) ->
         torch.empty(4 + 4 * max_tiles + num_pairs, dtype=torch.int32, device=ids_TA.device),
         tile_rows,
         max_tiles,
+        tail_rows,
     )
     block_e = max(16, triton.next_power_of_2(num_experts))
     launch = {"USE_PDL": use_pdl, "launch_pdl": use_pdl, "num_warps": 4}
@@ -183,9 +192,10 @@ def align(ids_TA: Tensor, num_experts: int, tile_rows: int, *, use_pdl: bool) ->
             num_pairs,
             BLOCK_P=max(16, triton.next_power_of_2(num_pairs)),
             BLOCK_I=block_i,
-            BLOCK_J=128,
+            BLOCK_J=max(32, min(512, triton.next_power_of_2(num_pairs))),
             BLOCK_E=block_e,
             BLOCK_M=tile_rows,
+            TAIL_M=tail_rows,
             **launch,
         )
         return plan
@@ -204,6 +214,7 @@ def align(ids_TA: Tensor, num_experts: int, tile_rows: int, *, use_pdl: bool) ->
         BLOCK_N=32,
         BLOCK_E=block_e,
         BLOCK_M=tile_rows,
-        **launch,
+        TAIL_M=tail_rows,
+        **(launch | {"num_warps": 8}),
     )
     return plan

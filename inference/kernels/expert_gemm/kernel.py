@@ -1,8 +1,13 @@
-"""Routed experts as two grouped products: align, gate and up, down, sum.
+"""Routed experts as two grouped products and a sum: a few tokens, or tiles of a plan.
 
 The weights of the experts that were hit are read once: at decode sizes that is the whole cost.
 Launch grids follow from shapes alone, so a call can be captured in a CUDA graph; how many tiles
-there are stands in device memory.
+there are is found on the device. Up to MAX_FEW_TOKENS the tiles come from the ids themselves and
+the shared expert is one expert more; above, `align_kernel` sorts the pairs into a plan first, and
+the shared expert is a dense MLP whose output, rounded to the tokens' dtype, is added in the sum.
+
+Programmatic dependent launch: `decode_down_kernel` and `combine_kernel` read the ids before they
+wait. That is safe because the first product waits before it lets anything behind it start.
 """
 
 from dataclasses import dataclass, replace
@@ -14,15 +19,38 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inference.kernels.expert_gemm.align_kernel import Plan, align
-from inference.kernels.expert_gemm.gemm_kernel import combine_kernel, down_kernel, gate_up_kernel
+from inference.kernels.expert_gemm.decode_kernel import (
+    combine_kernel,
+    decode_down_kernel,
+    decode_gate_up_kernel,
+)
+from inference.kernels.expert_gemm.gemm_kernel import down_kernel, gate_up_kernel
+from inference.kernels.linear import SwiGLU, linear
 
 USE_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 """Programmatic dependent launch: the launch itself overlaps the end of the kernel before."""
+MAX_FEW_TOKENS = 32
+MAX_FEW_PAIRS = 128
+"""Every program compares them all with each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """How both products of a few tokens are cut: `rows` of weights a tile."""
+
+    rows: int = 64
+    depth: int = 128
+    stages: int = 5
+    programs: int = 2
+    """Persistent programs a multiprocessor."""
+    prefetch: int = 256
+    """Elements of each row fetched before the wait for the kernel in front."""
+    warps: int = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How one product is cut: `cols` of the output (gates, for the first) a tile."""
+    """How one product of a plan is cut: `cols` of the output (gates, for the first) a tile."""
 
     cols: int
     depth: int
@@ -34,18 +62,22 @@ class Tiles:
     """Tiles of rows that go over the same columns at the same time."""
     swap: bool = False
     tma: bool = True
-    flatten: bool = False
-    tail: int | None = None
-    """Rows of the smaller product that a tile with no more rows takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`rows` a tile, shared by both products because they share the plan."""
+    """`rows` a tile and `tail` more in a last one, shared by both products as the plan is."""
 
     rows: int
     gate_up: Tiles
     down: Tiles
+    tail: int = 0
+
+
+def few_for(num_tokens: int, dtype: torch.dtype) -> Few:
+    if dtype.itemsize > 2:
+        return Few(depth=32, stages=2, programs=1)
+    return Few() if num_tokens <= 16 else Few(stages=4)
 
 
 def config_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Config:
@@ -55,16 +87,16 @@ def config_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Config:
         return Config(16, tiles, tiles)
     rows = num_pairs / num_experts
     if rows > 48:
-        return Config(
-            128,
-            Tiles(cols=128, depth=64, warps=8, stages=4, group=8, tail=64),
-            Tiles(cols=256, depth=64, warps=8, stages=4, group=8, tail=64),
-        )
+        many = Tiles(cols=128, depth=64, warps=8, stages=4, group=8)
+        return Config(128, many, replace(many, cols=256), tail=32)
     if rows > 10:
-        few = Tiles(cols=64, depth=64, warps=4, stages=4, programs=2, group=2, swap=True)
-        return Config(32 if rows <= 22 else 64, few, replace(few, cols=128))
+        few = Tiles(cols=64, depth=128, warps=4, stages=4, group=2, swap=True)
+        down = replace(few, cols=128)
+        if rows > 22:
+            return Config(64, few, replace(down, depth=64, programs=2, swap=False))
+        return Config(32, few, down)
     few = Tiles(cols=64, depth=128, warps=4, stages=3, programs=2, group=2, swap=True)
-    return Config(16, few, replace(few, cols=128))
+    return Config(16, few, few)
 
 
 def expert_gemm(
@@ -76,29 +108,115 @@ def expert_gemm(
     alpha: float,
     limit: float,
     beta: float,
-    add_TC: Tensor | None = None,
+    shared: tuple[Tensor, Tensor] | None = None,
     *,
+    few: Few | None = None,
     config: Config | None = None,
     use_pdl: bool = USE_PDL,
 ) -> Tensor:
-    num_experts = w13_E2IC.shape[0]
+    """`few` or `config` choose the way and how it is cut."""
+    (num_tokens, topk), num_experts = ids_TA.shape, w13_E2IC.shape[0]
     x, ids, weights, w13, w2 = (
         tensor.contiguous() for tensor in (x_TC, ids_TA, weights_TA, w13_E2IC, w2_ECI)
     )
-    if not x.shape[0]:
+    if not num_tokens:
         return torch.empty_like(x)
+    act = alpha, limit, beta
+    is_few = num_tokens <= MAX_FEW_TOKENS and num_tokens * topk <= MAX_FEW_PAIRS
+    if few is not None or (config is None and is_few):
+        few = few or few_for(num_tokens, x.dtype)
+        is_like = shared is not None and shared[0].shape == w13.shape[1:]
+        own = shared if is_like else None
+        y_XC = few_products(x, w13, w2, ids, weights, own, *act, few, use_pdl=use_pdl)
+        add_TC = y_XC[num_tokens * topk :] if is_like else shared_mlp(x, shared, *act)
+        return combine(y_XC, ids, add_TC, x.dtype, use_pdl=use_pdl)
+    add_TC = shared_mlp(x, shared, *act)
     config = config or config_for(ids.numel(), num_experts, w13.dtype)
-    plan = plan_for(ids, num_experts, config.rows, use_pdl=use_pdl)
-    h_XI = gate_up(x, w13, ids, plan, config.gate_up, alpha, limit, beta, use_pdl=use_pdl)
+    plan = align(ids, num_experts, config.rows, config.tail, use_pdl=use_pdl)
+    h_XI = gate_up(x, w13, ids, plan, config.gate_up, *act, use_pdl=use_pdl)
     y_XC = down(h_XI, w2, ids, weights, plan, config.down, use_pdl=use_pdl)
     return combine(y_XC, ids, add_TC, x.dtype, use_pdl=use_pdl)
 
 
-def plan_for(ids_TA: Tensor, num_experts: int, tile_rows: int, *, use_pdl: bool) -> Plan:
-    """The plan of `align`; one token needs none, its pairs are its tiles."""
-    if ids_TA.shape[0] == 1:
-        return Plan(ids_TA, tile_rows, ids_TA.numel(), is_direct=True)
-    return align(ids_TA, num_experts, tile_rows, use_pdl=use_pdl)
+def shared_mlp(
+    x_TC: Tensor, shared: tuple[Tensor, Tensor] | None, alpha: float, limit: float, beta: float
+) -> Tensor | None:
+    if shared is None:
+        return None
+    return linear(linear(x_TC, shared[0], swiglu=SwiGLU(alpha, limit, beta)), shared[1])
+
+
+def few_products(
+    x_TC: Tensor,
+    w13_E2IC: Tensor,
+    w2_ECI: Tensor,
+    ids_TA: Tensor,
+    weights_TA: Tensor,
+    shared: tuple[Tensor, Tensor] | None,
+    alpha: float,
+    limit: float,
+    beta: float,
+    few: Few,
+    *,
+    use_pdl: bool,
+) -> Tensor:
+    """weight · w2 swiglu_oai(w13 x) of every pair and then of the shared expert, FP32."""
+    (num_tokens, topk), hidden, width = ids_TA.shape, x_TC.shape[1], w2_ECI.shape[2]
+    assert num_tokens <= MAX_FEW_TOKENS, "the shared expert has one tile"
+    num_pairs = num_tokens * topk
+    num_rows = num_pairs + (num_tokens if shared is not None else 0)
+    h_XI = torch.empty(num_rows, width, dtype=x_TC.dtype, device=x_TC.device)
+    y_XC = torch.empty(num_rows, hidden, dtype=torch.float32, device=x_TC.device)
+    # As many as there can be; each expert has one if no token names it twice.
+    max_tiles = num_pairs + (shared is not None)
+    most = _num_sms(x_TC.device) * few.programs
+
+    def launch(num_weight_rows: int, size: int) -> tuple[tuple[int], dict[str, int | bool]]:
+        grid = (min(most, max_tiles * triton.cdiv(num_weight_rows, few.rows)),)
+        can_prefetch = size % max(few.prefetch, 1) == 0 and size * x_TC.itemsize % 16 == 0
+        return grid, {
+            "HIDDEN": hidden,
+            "WIDTH": width,
+            "TOPK": topk,
+            "HAS_SHARED": shared is not None,
+            "BLOCK_P": max(16, triton.next_power_of_2(num_pairs)),
+            "BLOCK_R": few.rows,
+            "BLOCK_M": 16 if num_tokens <= 16 else 32,
+            "BLOCK_K": few.depth,
+            "PREFETCH": few.prefetch if can_prefetch and x_TC.itemsize == 2 else 0,
+            "NUM_THREADS": 32 * few.warps,
+            "USE_PDL": use_pdl,
+            "launch_pdl": use_pdl,
+            "num_warps": few.warps,
+            "num_stages": few.stages,
+        }
+
+    shared_w13, shared_w2 = (w13_E2IC, w2_ECI) if shared is None else shared
+    grid, options = launch(2 * width, hidden)
+    decode_gate_up_kernel[grid](
+        x_TC,
+        w13_E2IC,
+        shared_w13.contiguous(),
+        ids_TA,
+        h_XI,
+        num_tokens,
+        alpha,
+        limit,
+        beta,
+        **options,
+    )
+    grid, options = launch(hidden, width)
+    decode_down_kernel[grid](
+        h_XI,
+        w2_ECI,
+        shared_w2.contiguous(),
+        ids_TA,
+        weights_TA,
+        y_XC,
+        num_tokens,
+        **options,
+    )
+    return y_XC
 
 
 def gate_up(
@@ -120,11 +238,9 @@ def gate_up(
     gate_up_kernel[_grid(plan, width, tiles)](
         x_TC,
         _weights(w13_E2IC, tiles),
-        ids_TA,
         plan.data,
         h_XI,
         plan.order_start,
-        plan.max_tiles,
         alpha,
         limit,
         beta,
@@ -153,12 +269,10 @@ def down(
     down_kernel[_grid(plan, hidden, tiles)](
         h_XI,
         _weights(w2_ECI, tiles),
-        ids_TA,
         weights_TA,
         plan.data,
         y_XC,
         plan.order_start,
-        plan.max_tiles,
         HIDDEN=hidden,
         WIDTH=width,
         **_launch(plan, tiles, use_pdl),
@@ -173,7 +287,7 @@ def combine(
     num_tokens, topk = ids_TA.shape
     hidden = y_XC.shape[1]
     out_TC = torch.empty(num_tokens, hidden, dtype=dtype, device=y_XC.device)
-    block_c = min(512 if num_tokens <= 64 else 2048, triton.next_power_of_2(hidden))
+    block_c = min(256 if num_tokens <= 64 else 2048, triton.next_power_of_2(hidden))
     combine_kernel[(num_tokens, triton.cdiv(hidden, block_c))](
         y_XC,
         ids_TA,
@@ -186,7 +300,7 @@ def combine(
         HAS_ADD=add_TC is not None,
         USE_PDL=use_pdl,
         launch_pdl=use_pdl,
-        num_warps=4,
+        num_warps=2 if num_tokens <= 64 else 4,
     )
     return out_TC
 
@@ -212,14 +326,12 @@ def _grid(plan: Plan, cols: int, tiles: Tiles) -> tuple[int]:
 def _launch(plan: Plan, tiles: Tiles, use_pdl: bool) -> dict[str, int | bool]:
     return {
         "BLOCK_M": plan.tile_rows,
-        "TAIL_M": tiles.tail or plan.tile_rows,
+        "TAIL_M": plan.tail_rows,
         "BLOCK_N": tiles.cols,
         "BLOCK_K": tiles.depth,
         "GROUP": tiles.group,
         "SWAP": tiles.swap,
-        "DIRECT": plan.is_direct,
         "USE_TMA": tiles.tma,
-        "FLATTEN": tiles.flatten,
         "USE_PDL": use_pdl,
         "launch_pdl": use_pdl,
         "num_warps": tiles.warps,

@@ -1,4 +1,4 @@
-"""The routed experts: sort token-expert pairs by expert, one pair of GEMMs for each expert."""
+"""The experts: sort token-expert pairs by expert, one pair of GEMMs for each expert."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ def expert_gemm(
     alpha: float,
     limit: float,
     beta: float,
-    add_TC: Tensor | None = None,
+    shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     num_experts = w13_E2IC.shape[0]
     experts_X, order_X = ids_TA.flatten().sort(stable=True)
@@ -35,6 +35,7 @@ def expert_gemm(
         gate_up = x_TC[tokens].float() @ w13_E2IC[expert].float().T
         y = swiglu_oai(gate_up, alpha, limit, beta) @ w2_ECI[expert].float().T
         out_TC.index_add_(0, tokens, y * weights_X[start:stop, None])
-    if add_TC is not None:
-        out_TC += add_TC.float()
+    if shared is not None:
+        gate_up = x_TC.float() @ shared[0].float().T
+        out_TC += swiglu_oai(gate_up, alpha, limit, beta) @ shared[1].float().T
     return out_TC.to(x_TC.dtype)

@@ -31,15 +31,15 @@ def _order_keys(b_score, b_id, num_blocks, LOCAL: tl.constexpr):
 
 
 @triton.jit
-def _best_members(
+def _member_keys(
     p_row, b_first, first_member, stride, num_blocks, LOCAL: tl.constexpr, MEMBERS: tl.constexpr
 ):
-    """[WIDTH] best order key of each progression among `MEMBERS` of its members."""
-    # [WIDTH, MEMBERS]: lanes run over progressions, whose neighbours are neighbours in memory.
+    """[WIDTH, MEMBERS] order keys of each progression's members from `first_member` on."""
+    # Lanes run over progressions, whose neighbours are neighbours in memory.
     o_member = first_member + tl.arange(0, MEMBERS)
     o_id = b_first[:, None] + o_member[None, :] * stride
     b_score = tl.load(p_row + o_id, mask=o_id < num_blocks, other=0.0)
-    return tl.max(_order_keys(b_score, o_id, num_blocks, LOCAL), 1)
+    return _order_keys(b_score, o_id, num_blocks, LOCAL)
 
 
 @triton.jit
@@ -62,12 +62,13 @@ def choose_row(
         stride *= FEW
         count = tl.cdiv(count, FEW)
         if count <= FEW:
-            b_key = _best_members(p_row, b_first, 0, stride, num_blocks, LOCAL, FEW)
+            b_key = tl.max(_member_keys(p_row, b_first, 0, stride, num_blocks, LOCAL, FEW), 1)
         else:
-            b_key = _best_members(p_row, b_first, 0, stride, num_blocks, LOCAL, MANY)
+            b_keys = _member_keys(p_row, b_first, 0, stride, num_blocks, LOCAL, MANY)
             for first in range(MANY, count, MANY):
-                b_more = _best_members(p_row, b_first, first, stride, num_blocks, LOCAL, MANY)
-                b_key = tl.maximum(b_key, b_more)
+                b_more = _member_keys(p_row, b_first, first, stride, num_blocks, LOCAL, MANY)
+                b_keys = tl.maximum(b_keys, b_more)
+            b_key = tl.max(b_keys, 1)
         # No two progressions share an id, so no two keys are equal, even of ids that do not exist.
         b_rank = tl.sum((b_key[None, :] > b_key[:, None]).to(tl.int32), 1)
         is_kept = b_rank[None, :] == tl.arange(0, KEEP)[:, None]

@@ -1,9 +1,9 @@
 """Block-major sparse GQA: a block of keys is read once for many of the queries that chose it.
 
 A program keeps the keys and values of one block in shared memory and takes tiles of queries from
-the block's list. Each tile gives one part of its rows' outputs, not yet divided by their sums of
-weights; a second kernel adds the parts of each row. One pass is one KV head and a slab of tokens;
-passes alternate between two streams, so that adding (memory) overlaps attending (tensor cores).
+the block's list. Each tile gives one part of its rows' outputs, and a log-sum-exp that says how
+much the part counts; a second kernel adds the parts of each row. A pass is some KV heads and a slab
+of tokens; while one is combined (memory) the next is attended (tensor cores) on another stream.
 
 Logits are in base 2: `scale` carries log2(e).
 """
@@ -11,7 +11,8 @@ Logits are in base 2: `scale` carries log2(e).
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
+import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inference.kernels.merge_kernel import MIN_MAX
-from inference.kernels.msa_attention.invert_kernel import invert_blocks
+from inference.kernels.msa_attention.invert_kernel import BlockLists, invert_blocks
 from inference.kernels.paging import LayerPages, PagedBatch
 
 
@@ -29,15 +30,18 @@ class BlockMajor(NamedTuple):
 
     slab: int = 8192
     """Query tokens of a pass."""
+    heads: int = 1
+    """KV heads of a pass."""
     unit: int = 64
-    """Most queries of one program."""
+    """Most queries of a unit."""
+    on_hopper: bool = False
+    """Whether `block_hopper_kernel` attends. It leaves `spared` multiprocessors to the combining
+    of the pass before; what follows is for the kernel here."""
+    spared: int = 16
     rows: int = 64
     """Rows (queries x query heads of a KV head) of a tile."""
     num_warps: int = 4
     max_registers: int | None = 168
-    streams: int = 2
-    combine_warps: int = 8
-    combine_registers: int | None = 80
 
 
 def checked_strides(q_THD: Tensor, pages: LayerPages, out_THD: Tensor) -> tuple[int, ...]:
@@ -53,7 +57,7 @@ def checked_strides(q_THD: Tensor, pages: LayerPages, out_THD: Tensor) -> tuple[
 
 
 def padded(size: int, least: int = 1) -> int:
-    return max(least, triton.next_power_of_2(size))
+    return max(least, 1 << (size - 1).bit_length())
 
 
 def product_type(q_THD: Tensor) -> tl.dtype:
@@ -66,8 +70,14 @@ def _register_limit(q_THD: Tensor, limit: int | None) -> dict[str, int]:
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _attending_stream(device: torch.device) -> torch.cuda.Stream:
+    """Its programs go first where they compete with those that combine."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def attend_blocks(
@@ -80,80 +90,133 @@ def attend_blocks(
     launch: BlockMajor,
 ) -> None:
     num_tokens, num_kv_heads, topk = blocks_TKB.shape
-    page_size, head_dim = pages.k_pages.shape[2:]
-    group = q_THD.shape[1] // num_kv_heads
-    tile = max(1, launch.rows // padded(group))
+    group, head_dim = q_THD.shape[1] // num_kv_heads, q_THD.shape[2]
+    heads = math.gcd(launch.heads, num_kv_heads)
     slab = min(launch.slab, num_tokens)
-    lists = invert_blocks(blocks_TKB, batch, slab=slab, tile=tile, unit=launch.unit)
+    tile = max(1, launch.rows // padded(group))
+    if launch.on_hopper:
+        from inference.kernels.msa_attention import block_hopper_kernel
+
+        pages, batch = block_hopper_kernel.prepared(pages, batch, q_THD.dtype)
+    lists = invert_blocks(blocks_TKB, batch, slab=slab, heads=heads, tile=tile, unit=launch.unit)
     num_passes, num_rows = lists.tokens_PL.shape
-    num_streams = min(launch.streams, num_passes) if q_THD.is_cuda else 1
+    strides = checked_strides(q_THD, pages, out_THD)
+    attend = functools.partial(_attend_pass, q_THD, pages, batch, lists, scale, launch, strides)
+    programs = num_rows // tile
+    if launch.on_hopper:
+        attend = block_hopper_kernel.Attend(q_THD, pages, batch, lists, scale)
+        programs = min(programs, _num_multiprocessors(q_THD.device))
     part_type = torch.float32 if q_THD.dtype == torch.float32 else q_THD.dtype
     scratch = [
         (
             torch.empty((num_rows, group, head_dim), dtype=part_type, device=q_THD.device),
-            torch.empty((num_rows, group, 2), dtype=torch.float32, device=q_THD.device),
+            torch.empty((num_rows, group), dtype=torch.float32, device=q_THD.device),
         )
-        for _ in range(num_streams)
+        for _ in range(min(2, num_passes))
     ]
-    streams = [nullcontext()] * num_streams
-    if num_streams > 1:
-        main, side = torch.cuda.current_stream(), _side_stream(q_THD.device)
-        side.wait_stream(main)
-        streams = [nullcontext(), torch.cuda.stream(side)]
-    strides = checked_strides(q_THD, pages, out_THD)
+    turns = _Turns(q_THD.device, num_passes)
     for index in range(num_passes):
-        with streams[index % num_streams]:
-            head, i_slab = divmod(index, triton.cdiv(num_tokens, slab))
-            tokens = slice(i_slab * slab, min((i_slab + 1) * slab, num_tokens))
-            part, stats = scratch[index % num_streams]
-            heads = slice(head * group, (head + 1) * group)
-            _block_kernel[(lists.units_PU4.shape[1],)](
-                q_THD[:, heads],
-                pages.k_pages[:, head],
-                pages.v_pages[:, head],
-                lists.units_PU4[index],
-                lists.num_units_P,
-                lists.tokens_PL[index],
-                batch.positions_T,
-                part,
-                stats,
-                scale,
-                strides[0],
-                strides[2],
-                index,
-                batch.num_decode_tokens,
-                G=group,
-                G_PAD=padded(group),
-                D=head_dim,
-                D_PAD=padded(head_dim, 16),
-                PAGE=page_size,
-                PAGE_PAD=padded(page_size, 16),
-                TILE=tile,
-                TYPE=product_type(q_THD),
-                num_warps=launch.num_warps,
-                num_stages=1,
-                **_register_limit(q_THD, launch.max_registers),
-            )
-            combine_kernel[(tokens.stop - tokens.start, 1)](
-                part,
-                stats,
-                lists.row_TKB[tokens, head],
-                out_THD[tokens, heads],
-                strides[1],
-                num_kv_heads * topk,
-                0,
-                K=1,
-                G=group,
-                G_PAD=padded(group),
-                D=head_dim,
-                D_PAD=padded(head_dim),
-                PARTS=topk,
-                LISTED=True,
-                num_warps=launch.combine_warps,
-                **_register_limit(q_THD, launch.combine_registers),
-            )
-    if num_streams > 1:
-        main.wait_stream(side)
+        part, lse = scratch[index % 2]
+        with turns.attending(index):
+            # Nothing is combined yet beside the first pass.
+            attend(index, part, lse, programs if index == 0 else max(1, programs - launch.spared))
+        turns.begin_combining()
+        i_head, i_slab = divmod(index, -(-num_tokens // slab))
+        tokens = slice(i_slab * slab, min((i_slab + 1) * slab, num_tokens))
+        kv_heads = slice(i_head * heads, (i_head + 1) * heads)
+        combine_kernel[(tokens.stop - tokens.start, heads)](
+            part,
+            lse,
+            lists.row_TKB[tokens, kv_heads],
+            out_THD[tokens, i_head * heads * group :],
+            strides[1],
+            num_kv_heads * topk,
+            topk,
+            K=heads,
+            G=group,
+            G_PAD=padded(group),
+            D=head_dim,
+            D_PAD=padded(head_dim),
+            PARTS=topk,
+            PARTS_PAD=padded(topk),
+            LISTED=True,
+            num_warps=8,
+        )
+        turns.end_combining()
+
+
+class _Turns:
+    """A pass is attended while the one before is combined; two share the scratch in turn."""
+
+    def __init__(self, device: torch.device, num_passes: int) -> None:
+        self._is_parallel = device.type == "cuda" and num_passes > 1
+        self._combined: list[torch.cuda.Event] = []
+        if self._is_parallel:
+            self._main = torch.cuda.current_stream(device)
+            self._side = _attending_stream(device)
+            self._side.wait_stream(self._main)
+
+    def attending(self, index: int) -> AbstractContextManager[object]:
+        if not self._is_parallel:
+            return nullcontext()
+        if index >= 2:
+            self._side.wait_event(self._combined[index - 2])
+        return torch.cuda.stream(self._side)
+
+    def begin_combining(self) -> None:
+        if self._is_parallel:
+            self._main.wait_stream(self._side)
+
+    def end_combining(self) -> None:
+        if self._is_parallel:
+            self._combined.append(self._main.record_event())
+
+
+def _attend_pass(
+    q_THD: Tensor,
+    pages: LayerPages,
+    batch: PagedBatch,
+    lists: BlockLists,
+    scale: float,
+    launch: BlockMajor,
+    strides: tuple[int, ...],
+    index: int,
+    part: Tensor,
+    lse: Tensor,
+    _programs: int,
+) -> None:
+    """Write the parts [rows, group, D] and log-sum-exps [rows, group] of a pass."""
+    num_kv_heads, page_size, head_dim = pages.k_pages.shape[1:]
+    group = q_THD.shape[1] // num_kv_heads
+    _block_kernel[(lists.units_PU4.shape[1],)](
+        q_THD,
+        pages.k_pages,
+        pages.v_pages,
+        lists.units_PU4[index],
+        lists.num_units_P,
+        lists.tokens_PL[index],
+        batch.positions_T,
+        part,
+        lse,
+        scale,
+        strides[0],
+        strides[2],
+        strides[3],
+        index,
+        batch.num_decode_tokens,
+        K=num_kv_heads,
+        G=group,
+        G_PAD=padded(group),
+        D=head_dim,
+        D_PAD=padded(head_dim, 16),
+        PAGE=page_size,
+        PAGE_PAD=padded(page_size, 16),
+        TILE=max(1, launch.rows // padded(group)),
+        TYPE=product_type(q_THD),
+        num_warps=launch.num_warps,
+        num_stages=1,
+        **_register_limit(q_THD, launch.max_registers),
+    )
 
 
 @triton.jit
@@ -187,12 +250,14 @@ def _block_kernel(
     tokens_ptr,
     positions_ptr,
     part_ptr,
-    stats_ptr,
+    lse_ptr,
     scale,
     stride_qt,
     stride_page,
+    stride_pk,
     i_pass,
     first_token,
+    K: tl.constexpr,
     G: tl.constexpr,
     G_PAD: tl.constexpr,
     D: tl.constexpr,
@@ -207,7 +272,8 @@ def _block_kernel(
     i_unit = tl.program_id(0)
     if i_unit >= tl.load(num_units_ptr + i_pass):
         return
-    i_page = tl.load(units_ptr + i_unit * 4).to(tl.int64)
+    i_place = tl.load(units_ptr + i_unit * 4)
+    i_page, i_head = (i_place // K).to(tl.int64), i_place % K
     i_row = tl.load(units_ptr + i_unit * 4 + 1)
     packed = tl.load(units_ptr + i_unit * 4 + 2)
     first_key = tl.load(units_ptr + i_unit * 4 + 3)
@@ -215,15 +281,17 @@ def _block_kernel(
     num_keys = (packed >> 16) & 0x7FFF
     is_masked = packed < 0
     tokens_ptr += i_row
+    q_ptr += i_head * G * D
 
     o_t, o_m = tl.arange(0, TILE), tl.arange(0, M)
-    o_d, o_s, o_2 = tl.arange(0, D_PAD), tl.arange(0, PAGE_PAD), tl.arange(0, 2)
+    o_d, o_s = tl.arange(0, D_PAD), tl.arange(0, PAGE_PAD)
     # The queries of the next tile and the tokens of the one after are on their way in registers.
     b_token = tl.load(tokens_ptr + o_t, mask=o_t < num_queries, other=0)
     b_q = _gather_queries(q_ptr, b_token, o_t < num_queries, stride_qt, G, G_PAD, D, D_PAD, TILE)
     b_token = tl.load(tokens_ptr + TILE + o_t, mask=TILE + o_t < num_queries, other=0)
     # [PAGE, D]
-    o_sd = i_page * stride_page + o_s[:, None] * D + o_d[None, :]
+    o_sd = i_page * stride_page + i_head.to(tl.int64) * stride_pk
+    o_sd += o_s[:, None] * D + o_d[None, :]
     m_k = (o_s < PAGE)[:, None] & (o_d < D)[None, :]
     # A weight of zero does not silence a NaN in V.
     m_v = (o_s < num_keys)[:, None] & (o_d < D)[None, :]
@@ -251,29 +319,31 @@ def _block_kernel(
         b_p = tl.exp2(b_s * scale - b_m[:, None])
         b_l = tl.sum(b_p, 1)
         b_o = tl.dot(b_p.to(TYPE), b_v, input_precision="ieee")
+        m_some = b_l > 0
+        b_l = tl.where(m_some, b_l, 1.0)
+        b_o = (b_o * (1.0 / b_l)[:, None]).to(part_ptr.dtype.element_ty)
+        b_lse = tl.where(m_some, b_m + tl.log2(b_l), MIN_MAX)
         if G == G_PAD:
             # Lists are padded to whole tiles: rows beyond the last query are this tile's own.
             o_row = (i_row + i).to(tl.int64) * G
             p_part = part_ptr + o_row * D + (o_m[:, None] * D + o_d[None, :])
-            p_stats = stats_ptr + o_row * 2 + (o_m[:, None] * 2 + o_2[None, :])
             if D == D_PAD:
-                tl.store(p_part, b_o.to(part_ptr.dtype.element_ty))
+                tl.store(p_part, b_o)
             else:
-                tl.store(p_part, b_o.to(part_ptr.dtype.element_ty), mask=(o_d < D)[None, :])
-            tl.store(p_stats, tl.join(b_m, b_l))
+                tl.store(p_part, b_o, mask=(o_d < D)[None, :])
+            tl.store(lse_ptr + o_row + o_m, b_lse)
         else:
             o_row = (i_row + i + o_m // G_PAD).to(tl.int64) * G + o_m % G_PAD
-            m_row = (o_m % G_PAD < G)[:, None]
+            m_row = o_m % G_PAD < G
             p_part = part_ptr + o_row[:, None] * D + o_d[None, :]
-            m_part = m_row & (o_d < D)[None, :]
-            tl.store(p_part, b_o.to(part_ptr.dtype.element_ty), mask=m_part)
-            tl.store(stats_ptr + o_row[:, None] * 2 + o_2[None, :], tl.join(b_m, b_l), mask=m_row)
+            tl.store(p_part, b_o, mask=m_row[:, None] & (o_d < D)[None, :])
+            tl.store(lse_ptr + o_row, b_lse, mask=m_row)
 
 
 @triton.jit
 def combine_kernel(
     part_ptr,
-    stats_ptr,
+    lse_ptr,
     row_ptr,
     out_ptr,
     stride_ot,
@@ -285,34 +355,33 @@ def combine_kernel(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     PARTS: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
     LISTED: tl.constexpr,
 ):
     """Add the parts of one token and KV head: rows named at `row_ptr` if LISTED, else in order."""
     i_t, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_g, o_d = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
-    m_gd = (o_g < G)[:, None] & (o_d < D)[None, :]
-    row_ptr += i_t * stride_rt + i_k * stride_rk
-    # [G]
-    b_max = tl.full([G_PAD], MIN_MAX, tl.float32)
-    for j in tl.static_range(PARTS):
-        i_row = tl.load(row_ptr + j).to(tl.int64) if LISTED else (i_t * K + i_k) * PARTS + j
-        m_row = o_g < tl.where(i_row >= 0, G, 0)
-        b_m = tl.load(stats_ptr + (i_row * G + o_g) * 2, mask=m_row, other=MIN_MAX)
-        b_max = tl.maximum(b_max, b_m)
-    b_sum = tl.zeros([G_PAD], tl.float32)
+    o_p, o_g, o_d = tl.arange(0, PARTS_PAD), tl.arange(0, G_PAD), tl.arange(0, D_PAD)
+    if LISTED:
+        p_row = row_ptr + i_t * stride_rt + i_k * stride_rk
+        b_row = tl.load(p_row + o_p, mask=o_p < PARTS, other=-1).to(tl.int64)
+    else:
+        b_row = tl.where(o_p < PARTS, (i_t * K + i_k) * PARTS + o_p, -1)
+    # [G, P]
+    o_gp = b_row[None, :] * G + o_g[:, None]
+    m_gp = (b_row >= 0)[None, :] & (o_g < G)[:, None]
+    # [G, P, D]: all loads are on their way before the first is needed.
+    b_part = tl.load(
+        part_ptr + o_gp[:, :, None] * D + o_d[None, None, :],
+        mask=m_gp[:, :, None] & (o_d < D)[None, None, :],
+        other=0.0,
+        eviction_policy="evict_first",
+    )
+    b_lse = tl.load(lse_ptr + o_gp, mask=m_gp, other=MIN_MAX)
+    b_w = tl.exp2(b_lse - tl.max(b_lse, 1)[:, None])
+    b_w = tl.where(b_lse > MIN_MAX, b_w, 0.0)
+    b_sum = tl.sum(b_w, 1)
+    b_w = b_w / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     # [G, D]
-    b_o = tl.zeros([G_PAD, D_PAD], tl.float32)
-    for j in tl.static_range(PARTS):
-        i_row = tl.load(row_ptr + j).to(tl.int64) if LISTED else (i_t * K + i_k) * PARTS + j
-        p_stats = stats_ptr + (i_row * G + o_g) * 2
-        m_row = o_g < tl.where(i_row >= 0, G, 0)
-        b_w = tl.exp2(tl.load(p_stats, mask=m_row, other=MIN_MAX) - b_max)
-        b_sum += b_w * tl.load(p_stats + 1, mask=m_row, other=0.0)
-        p_part = part_ptr + (i_row * G + o_g[:, None]) * D + o_d[None, :]
-        b_part = tl.load(
-            p_part, mask=m_gd & m_row[:, None], other=0.0, eviction_policy="evict_first"
-        )
-        b_o += b_w[:, None] * b_part.to(tl.float32)
-    b_o = b_o / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+    b_o = tl.sum(b_part.to(tl.float32) * b_w[:, :, None], 1)
     p_o = out_ptr + i_t * stride_ot + (i_k * G + o_g)[:, None] * D + o_d[None, :]
-    tl.store(p_o, b_o.to(out_ptr.dtype.element_ty), mask=m_gd)
+    tl.store(p_o, b_o.to(out_ptr.dtype.element_ty), mask=(o_g < G)[:, None] & (o_d < D)[None, :])

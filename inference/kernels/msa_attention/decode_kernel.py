@@ -22,6 +22,9 @@ from inference.kernels.merge_kernel import (
     attend_pairs,
     attend_tile,
     begin_dependent,
+    begin_last,
+    fetch_ahead,
+    fetch_lines_ahead,
     interleaved,
     launch_options,
     merge_parts,
@@ -29,6 +32,11 @@ from inference.kernels.merge_kernel import (
     product_type,
 )
 from inference.kernels.paging import LayerPages, PagedBatch
+
+FETCH_AHEAD = 2
+MERGE_WARPS = 0
+USE_CLUSTERS = False
+"""Run the Gluon kernel where it serves the shapes and tasks are split."""
 
 
 class Launch(NamedTuple):
@@ -60,6 +68,15 @@ def msa_attention_decode(
     group = num_heads // num_kv_heads
     if launch is None:
         launch = choose_launch(num_tokens * num_kv_heads, topk, pages.k_pages, q_THD)
+        if USE_CLUSTERS and launch.split > 1 and q_THD.is_cuda:
+            from inference.kernels.msa_attention import cluster_kernel
+
+            if cluster_kernel.serves(q_THD, pages):
+                split, num_stages = launch.split, 2 if launch.split == 16 else 3
+                cluster_kernel.msa_attention_decode(
+                    q_THD, pages, blocks_TKB, batch, scale, out_THD, split, num_stages
+                )
+                return
     split, is_cuda = launch.split, q_THD.is_cuda
     part_TKXGD, lse_TKXG = out_THD, out_THD
     if split > 1:
@@ -89,6 +106,7 @@ def msa_attention_decode(
         blocks_TKB.stride(0),
         blocks_TKB.stride(1),
         batch.page_table_RN.stride(0),
+        batch.page_table_RN.shape[1],
         QUERY_LEN=batch.decode_query_len,
         K=num_kv_heads,
         G=group,
@@ -104,6 +122,7 @@ def msa_attention_decode(
         KEYS_FIRST=launch.keys_first,
         PAIRS=is_pairs,
         PDL=is_cuda,
+        AHEAD=FETCH_AHEAD if is_cuda else 0,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         **launch_options(is_cuda),
@@ -121,13 +140,17 @@ def msa_attention_decode(
             SPLIT=split,
             SPLIT_PAD=triton.next_power_of_2(split),
             PDL=is_cuda,
-            num_warps=4 if split > 8 else 1,
+            num_warps=MERGE_WARPS or (4 if split > 8 else 1),
             **launch_options(is_cuda),
         )
 
 
 def choose_launch(num_tasks: int, topk: int, k_pages: Tensor, q_THD: Tensor) -> Launch:
-    """A launch that fills the GPU; only shapes decide, so that a captured call stays valid."""
+    """A launch that fills the GPU; only shapes decide, so that a captured call stays valid.
+
+    Measured on an H200 at 16 pages of 128 keys. Whole tasks want more keys under way; programs that
+    share one leave room on the multiprocessor for the next kernel's.
+    """
     num_sms = 132
     if k_pages.is_cuda:
         num_sms = torch.cuda.get_device_properties(k_pages.device).multi_processor_count
@@ -135,13 +158,15 @@ def choose_launch(num_tasks: int, topk: int, k_pages: Tensor, q_THD: Tensor) -> 
     tile = min(64, max(16, triton.next_power_of_2(page_size)))
     if q_THD.dtype == torch.float32:
         tile = min(32, tile)
-    tiles = topk * triton.cdiv(page_size, tile)
     split = 1
-    # All programs should be resident at once, two on a multiprocessor.
-    while 2 * split <= tiles and 2 * split * num_tasks <= 2 * num_sms:
+    while 2 * split <= topk and 2 * split * num_tasks <= num_sms:
         split *= 2
-    num_stages = 6 if k_pages.element_size() == 1 else 4
-    return Launch(split=split, tile=tile, num_warps=4, num_stages=num_stages)
+    if k_pages.element_size() == 1:
+        if split > 1:
+            return Launch(min(2 * split, triton.next_power_of_2(topk)), tile, 4, num_stages=3)
+        if num_tasks <= num_sms and tile < page_size and q_THD.dtype != torch.float32:
+            return Launch(split, 2 * tile, num_warps=8, num_stages=4)
+    return Launch(split, tile, num_warps=4, num_stages=3 if split > 1 else 4)
 
 
 @triton.jit
@@ -164,6 +189,7 @@ def _attend_chosen(
     stride_bt,
     stride_bk,
     stride_row,
+    num_columns,
     QUERY_LEN: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
@@ -179,12 +205,30 @@ def _attend_chosen(
     KEYS_FIRST: tl.constexpr,
     PAIRS: tl.constexpr,
     PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     i_task = tl.program_id(0)
     i_split = tl.program_id(1)
     i_t = i_task // K
     i_k = i_task % K
     TILES: tl.constexpr = (PAGE + TILE - 1) // TILE
+    # Columns of a page: D values, or D / 2 pairs of FP8 values.
+    C: tl.constexpr = D // 2 if PAIRS else D
+    C_PAD: tl.constexpr = D_PAD // 2 if PAIRS else D_PAD
+    k_ptr += i_k.to(tl.int64) * stride_head
+    v_ptr += i_k.to(tl.int64) * stride_head
+    p_row = table_ptr + (i_t // QUERY_LEN).to(tl.int64) * stride_row
+    PAGE_BYTES: tl.constexpr = PAGE * C * k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    if AHEAD > 0 and PAGE_BYTES % 16 == 0:
+        # While the kernel before this one ends: the page table and the page that is always chosen.
+        is_first = i_split == 0
+        newest = tl.minimum(tl.load(positions_ptr + i_t).to(tl.int32) // PAGE, num_columns - 1)
+        o_line = tl.arange(0, 128) * 32
+        fetch_lines_ahead(p_row + o_line, (o_line <= newest) & is_first)
+        if AHEAD > 1:
+            page = tl.load(p_row + newest).to(tl.int64)
+            fetch_ahead(k_ptr + page * stride_page, PAGE_BYTES, (page >= 0) & is_first)
+            fetch_ahead(v_ptr + page * stride_page, PAGE_BYTES, (page >= 0) & is_first)
     begin_dependent(PDL)
 
     # The chain before the first key: block ids, their pages, keys. [B_PAD]
@@ -200,7 +244,6 @@ def _attend_chosen(
     # [G_PAD, D_PAD]
     p_q = q_ptr + i_t.to(tl.int64) * stride_qt + (i_k * G + o_g)[:, None] * stride_qh + o_d[None, :]
     b_q = tl.load(p_q, mask=m_gd, other=0.0)
-    p_row = table_ptr + (i_t // QUERY_LEN).to(tl.int64) * stride_row
     b_page = tl.load(p_row + b_block, mask=b_block >= 0, other=-1)
     # How many keys of each block the query sees.
     b_count = tl.where(b_page >= 0, position + 1 - b_block * PAGE, 0)
@@ -208,13 +251,9 @@ def _attend_chosen(
     first = i_split * num_tiles // SPLIT
     last = (i_split + 1) * num_tiles // SPLIT
     b_q = b_q.to(TYPE)
-    # Columns of a page: D values, or D / 2 pairs of FP8 values. [TILE, C_PAD]
-    C: tl.constexpr = D // 2 if PAIRS else D
-    C_PAD: tl.constexpr = D_PAD // 2 if PAIRS else D_PAD
+    # [TILE, C_PAD]
     o_c = tl.arange(0, C_PAD)
     o_nc = o_n[:, None] * C + o_c[None, :]
-    k_ptr += i_k.to(tl.int64) * stride_head
-    v_ptr += i_k.to(tl.int64) * stride_head
 
     b_m = tl.full([G_PAD], MIN_MAX, tl.float32)
     if PAIRS:
@@ -290,7 +329,7 @@ def _merge_chosen(
     # [SPLIT_PAD]
     o_part = ((i_t * (H // G) + i_h // G).to(tl.int64) * SPLIT + o_x) * G + i_h % G
     m_x = o_x < SPLIT
-    begin_dependent(PDL)
+    begin_last(PDL)
     b_lse = tl.load(lse_ptr + o_part, mask=m_x, other=float("-inf"))
     m_xd = m_x[:, None] & (o_d < D)[None, :]
     b_o = tl.load(part_ptr + o_part[:, None] * D + o_d[None, :], mask=m_xd, other=0.0)

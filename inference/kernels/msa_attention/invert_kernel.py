@@ -1,8 +1,9 @@
 """From "which blocks does a query read" to "which queries read a block", on the device.
 
-The work of a call is cut into passes of one KV head and `slab` query tokens. In a pass every block
-has a list of the tokens that chose it, and lists are cut into units, one program each. The order
-inside a list is arbitrary: a row's result does not depend on its neighbours.
+The work of a call is cut into passes of some KV heads and `slab` query tokens. In a pass every
+block of every head has a list of the tokens that chose it, and lists are cut into units, each the
+work of one program on one page. The order inside a list is arbitrary: a row's result does not
+depend on its neighbours.
 
 Suffixes: `P` passes · `L` rows of a pass · `U` units of a pass · `X` lists of all passes.
 A list belongs to a block that its queries see whole, or to one that some of them may see in part:
@@ -35,11 +36,14 @@ class BlockLists:
     tokens_PL: Tensor
     """[P, L] int32: token of each row; undefined where a list is padded to whole tiles."""
     units_PU4: Tensor
-    """[P, U, 4] int32: page, first row, queries + 2^16 * written keys (+ `MASKED`), first key."""
+    """[P, U, 4] int32: page * K + KV head, first row, queries + 2^16 * written keys (+ `MASKED`),
+    first key."""
     num_units_P: Tensor
     """[P] int32: units beyond are undefined."""
     slab: int
-    """Query tokens of a pass; pass `h * slabs + s` has KV head h and the s-th slab."""
+    """Query tokens of a pass."""
+    heads: int
+    """KV heads of a pass; pass `h * slabs + s` has the h-th `heads` of them and the s-th slab."""
 
 
 def request_lists(batch: PagedBatch) -> tuple[np.ndarray, int]:
@@ -55,32 +59,39 @@ def request_lists(batch: PagedBatch) -> tuple[np.ndarray, int]:
     return np.stack([first_R, blocks_R, partial_R], 1).astype(np.int32), int(lists_R.sum())
 
 
+def _cdiv(number: int, by: int) -> int:
+    """`triton.cdiv` takes microseconds."""
+    return -(-number // by)
+
+
 def invert_blocks(
-    blocks_TKB: Tensor, batch: PagedBatch, *, slab: int, tile: int, unit: int
+    blocks_TKB: Tensor, batch: PagedBatch, *, slab: int, heads: int, tile: int, unit: int
 ) -> BlockLists:
     """Lists of the prefill tokens' choices, each padded to whole tiles of `tile` rows.
 
     Args:
         blocks_TKB: [T, K, B] of the prefill tokens only. Blocks that the request does not have are
             ignored.
-        unit: most rows of one program, a multiple of `tile`.
+        heads: divides K.
+        unit: most rows of a unit, a multiple of `tile`; the units of a list are about as long.
     """
     device = blocks_TKB.device
     num_tokens, num_kv_heads, topk = blocks_TKB.shape
     requests_R3, num_lists = request_lists(batch)
-    num_slabs = triton.cdiv(num_tokens, slab)
-    num_passes = num_kv_heads * num_slabs
-    num_pairs = min(slab, num_tokens) * topk
-    used_lists = min(num_lists, num_pairs)
-    num_rows = triton.cdiv(num_pairs + used_lists * (tile - 1), tile) * tile
+    num_slabs = _cdiv(num_tokens, slab)
+    num_passes = num_kv_heads // heads * num_slabs
+    num_pairs = heads * min(slab, num_tokens) * topk
+    pass_lists = heads * num_lists
+    used_lists = min(pass_lists, num_pairs)
+    num_rows = _cdiv(num_pairs + used_lists * (tile - 1), tile) * tile
     num_units = num_pairs // unit + used_lists
-    num_counts = num_passes * num_lists
+    num_counts = num_passes * pass_lists
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     # Units of each pass, rows of each pass, choices of each list; the last start aligned.
-    first_count = triton.cdiv(2 * num_passes, 4) * 4
+    first_count = _cdiv(2 * num_passes, 4) * 4
     totals = torch.zeros(first_count + num_counts, dtype=torch.int32, device=device)
     counts = totals[first_count:]
     lists = BlockLists(
@@ -89,13 +100,14 @@ def invert_blocks(
         units_PU4=empty(num_passes, num_units, 4),
         num_units_P=totals[:num_passes],
         slab=slab,
+        heads=heads,
     )
     if num_lists == 0:
         lists.row_TKB.fill_(-1)
         return lists
     list_TKB, rank_TKB = empty(*blocks_TKB.shape), empty(*blocks_TKB.shape)
-    info_X3, place_X2 = empty(num_counts, 3), empty(num_counts, 2)
-    grid = (triton.cdiv(blocks_TKB.numel(), BLOCK),)
+    info_X3, place_X3 = empty(num_counts, 3), empty(num_counts, 3)
+    grid = (_cdiv(blocks_TKB.numel(), BLOCK),)
     _count_choices[grid](
         blocks_TKB,
         batch.positions_T,
@@ -119,27 +131,27 @@ def invert_blocks(
         num_slabs,
         num_lists,
         K=num_kv_heads,
+        HEADS=heads,
         B=topk,
         PAGE=batch.page_size,
         BLOCK=BLOCK,
     )
-    _place_lists[(triton.cdiv(num_lists, BLOCK), num_passes)](
-        counts, totals, place_X2, num_lists, num_passes, tile, unit, BLOCK=BLOCK
+    _place_lists[(_cdiv(pass_lists, BLOCK), num_passes)](
+        counts, totals, place_X3, pass_lists, num_passes, tile, unit, BLOCK=BLOCK
     )
     _fill_lists[grid](
         list_TKB,
         rank_TKB,
         info_X3,
-        place_X2,
+        place_X3,
         counts,
         lists.row_TKB,
         lists.tokens_PL,
         lists.units_PU4,
         blocks_TKB.numel(),
-        num_lists,
+        pass_lists,
         num_rows,
         num_units,
-        unit,
         CHOICES=num_kv_heads * topk,
         BLOCK=BLOCK,
     )
@@ -197,6 +209,7 @@ def _count_choices(
     num_slabs,
     num_lists,
     K: tl.constexpr,
+    HEADS: tl.constexpr,
     B: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -220,8 +233,9 @@ def _count_choices(
     m_part = (b_block.to(tl.int64) + 1) * PAGE > b_position + 1
     # Only blocks from b_partial on have a second list; positions before the chunk are an error.
     m_some = (b_block >= 0) & (b_block < b_blocks) & ((b_block >= b_partial) | ~m_part)
-    b_pass = b_head * num_slabs + b_token // slab
-    b_list = b_pass * num_lists + b_first + b_block + tl.where(m_part, b_blocks - b_partial, 0)
+    b_pass = b_head // HEADS * num_slabs + b_token // slab
+    b_list = (b_pass * HEADS + b_head % HEADS) * num_lists
+    b_list += b_first + b_block + tl.where(m_part, b_blocks - b_partial, 0)
     b_list = tl.where(m_some, b_list, -1)
     b_rank = tl.atomic_add(count_ptr + b_list, 1, mask=m_some, sem="relaxed")
     tl.store(list_ptr + o_i, b_list, mask=m_i)
@@ -234,7 +248,7 @@ def _count_choices(
     # A block without a page counts as unwritten: its rows add nothing.
     b_keys = tl.where(b_page < 0, 0, tl.minimum(b_keys, PAGE)) << 16
     p_info = info_ptr + b_list.to(tl.int64) * 3
-    tl.store(p_info, tl.maximum(b_page, 0), mask=m_first)
+    tl.store(p_info, tl.maximum(b_page, 0) * K + b_head, mask=m_first)
     tl.store(p_info + 1, tl.where(m_part | (b_page < 0), b_keys | MASKED, b_keys), mask=m_first)
     tl.store(p_info + 2, b_block * PAGE, mask=m_first)
 
@@ -251,12 +265,17 @@ def _place_lists(
     o_x += i_pass * num_lists
     b_count = tl.load(count_ptr + o_x, mask=m_x, other=0)
     b_rows = (b_count + tile - 1) // tile * tile
-    b_units = (b_count + unit - 1) // unit
+    # Units of a list are about as long.
+    b_size = b_count // tl.maximum((b_count + unit - 1) // unit, 1)
+    b_size = tl.maximum((b_size + tile) // tile * tile, tile)
+    b_size = tl.minimum(b_size, unit)
+    b_units = (b_count + b_size - 1) // b_size
     i_unit = tl.atomic_add(total_ptr + i_pass, tl.sum(b_units, 0), sem="relaxed")
     i_row = tl.atomic_add(total_ptr + num_passes + i_pass, tl.sum(b_rows, 0), sem="relaxed")
-    p_place = place_ptr + o_x.to(tl.int64) * 2
+    p_place = place_ptr + o_x.to(tl.int64) * 3
     tl.store(p_place, i_row + tl.cumsum(b_rows, 0) - b_rows, mask=m_x)
     tl.store(p_place + 1, i_unit + tl.cumsum(b_units, 0) - b_units, mask=m_x)
+    tl.store(p_place + 2, b_size, mask=m_x)
 
 
 @triton.jit(do_not_specialize=("num_choices", "num_lists", "num_rows", "num_units"))
@@ -273,7 +292,6 @@ def _fill_lists(
     num_lists,
     num_rows,
     num_units,
-    unit,
     CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -284,18 +302,19 @@ def _fill_lists(
     b_list = tl.load(list_ptr + o_i, mask=m_i, other=-1)
     b_rank = tl.load(rank_ptr + o_i, mask=m_i, other=0)
     m_some = b_list >= 0
-    p_place = place_ptr + b_list.to(tl.int64) * 2
+    p_place = place_ptr + b_list.to(tl.int64) * 3
     b_row = tl.load(p_place, mask=m_some, other=0) + b_rank
     tl.store(row_ptr + o_i, tl.where(m_some, b_row, -1), mask=m_i)
     b_pass = (b_list // num_lists).to(tl.int64)
     tl.store(tokens_ptr + b_pass * num_rows + b_row, o_i // CHOICES, mask=m_some)
 
-    m_unit = m_some & (b_rank % unit == 0)
-    b_unit = tl.load(p_place + 1, mask=m_unit, other=0) + b_rank // unit
+    b_size = tl.load(p_place + 2, mask=m_some, other=1)
+    m_unit = m_some & (b_rank % b_size == 0)
+    b_unit = tl.load(p_place + 1, mask=m_unit, other=0) + b_rank // b_size
     b_count = tl.load(count_ptr + b_list, mask=m_unit, other=0) - b_rank
     p_info = info_ptr + b_list.to(tl.int64) * 3
     b_page = tl.load(p_info, mask=m_unit, other=0)
-    b_packed = tl.load(p_info + 1, mask=m_unit, other=0) | tl.minimum(b_count, unit)
+    b_packed = tl.load(p_info + 1, mask=m_unit, other=0) | tl.minimum(b_count, b_size)
     b_key = tl.load(p_info + 2, mask=m_unit, other=0)
     p_unit = units_ptr + (b_pass * num_units + b_unit) * 4
     tl.store(p_unit, b_page, mask=m_unit)

@@ -25,6 +25,9 @@ from inference.kernels.msa_attention.block_kernel import (
 from inference.kernels.msa_attention.invert_kernel import request_of
 from inference.kernels.paging import LayerPages, PagedBatch
 
+PASS_TOKENS = 8192
+"""Tokens times KV heads of a pass of the way for many tokens."""
+
 
 class QueryMajor(NamedTuple):
     """Launch of the way for few tokens."""
@@ -69,11 +72,20 @@ def choose_launch(
         return QueryMajor(tile=32, num_stages=1)
     if num_tokens <= 128:
         split = max(1, min(topk, 256 // (num_tokens * num_kv_heads)))
-        return QueryMajor(split=triton.next_power_of_2(split))
-    # Long lists want many tokens; the queries of a pass should stay in L2.
+        return QueryMajor(split=padded(split))
+    from inference.kernels.msa_attention import block_hopper_kernel
+
+    on_hopper = block_hopper_kernel.serves(q_THD, pages, batch)
+    if num_tokens <= (512 if on_hopper else 1536):
+        return QueryMajor()
+    # A block wants many tokens that chose it, L2 few between two visits of a query, and the parts
+    # of a pass take 64 KiB a token and head.
     num_blocks = -(-int(batch.host_lengths()[1].max()) // batch.page_size)
-    slab = min(8192, max(2048, 4 * triton.next_power_of_2(num_blocks)))
-    return BlockMajor(slab=slab)
+    slab = max(2048, PASS_TOKENS // num_kv_heads, 4 * padded(num_blocks))
+    slab = min(slab, PASS_TOKENS)
+    return BlockMajor(
+        slab=slab, heads=PASS_TOKENS // padded(min(slab, num_tokens)), on_hopper=on_hopper
+    )
 
 
 def _attend_queries(
@@ -90,11 +102,11 @@ def _attend_queries(
     group = q_THD.shape[1] // num_kv_heads
     num_requests = batch.page_table_RN.shape[0] - batch.num_decodes
     split = launch.split
-    part, stats = out_THD, out_THD
+    part, lse = out_THD, out_THD
     if split > 1:
         rows = num_tokens * num_kv_heads * split * group
         part = torch.empty((rows, head_dim), dtype=torch.float32, device=q_THD.device)
-        stats = torch.empty((rows, 2), dtype=torch.float32, device=q_THD.device)
+        lse = torch.empty((rows,), dtype=torch.float32, device=q_THD.device)
     stride_qt, stride_ot, stride_page, stride_pk = checked_strides(q_THD, pages, out_THD)
     _query_kernel[(num_tokens, num_kv_heads, split)](
         q_THD,
@@ -105,7 +117,7 @@ def _attend_queries(
         batch.query_start_R1,
         batch.page_table_RN,
         part,
-        stats,
+        lse,
         scale,
         stride_qt,
         stride_ot,
@@ -135,7 +147,7 @@ def _attend_queries(
     if split > 1:
         combine_kernel[(num_tokens, num_kv_heads)](
             part,
-            stats,
+            lse,
             part,
             out_THD,
             stride_ot,
@@ -147,6 +159,7 @@ def _attend_queries(
             D=head_dim,
             D_PAD=padded(head_dim),
             PARTS=split,
+            PARTS_PAD=padded(split),
             LISTED=False,
             num_warps=4,
         )
@@ -164,7 +177,7 @@ def _query_kernel(
     start_ptr,
     table_ptr,
     out_ptr,
-    stats_ptr,
+    lse_ptr,
     scale,
     stride_qt,
     stride_ot,
@@ -224,13 +237,15 @@ def _query_kernel(
             b_q, b_k, b_v, m_key[None, :], b_m, b_l, b_acc, scale, TYPE, False
         )
     b_sum = tl.sum(b_l, 1)
+    m_some = b_sum > 0
+    b_sum = tl.where(m_some, b_sum, 1.0)
+    b_o = b_acc / b_sum[:, None]
     if SPLIT == 1:
-        b_o = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
         p_o = out_ptr + i_t.to(tl.int64) * stride_ot + o_gd
         tl.store(p_o, b_o.to(out_ptr.dtype.element_ty), mask=m_gd)
     else:
         # [G]
         o_row = ((i_t.to(tl.int64) * K + i_k) * SPLIT + i_x) * G + o_g
-        tl.store(out_ptr + o_row[:, None] * D + o_d[None, :], b_acc, mask=m_gd)
-        tl.store(stats_ptr + o_row * 2, b_m, mask=o_g < G)
-        tl.store(stats_ptr + o_row * 2 + 1, b_sum, mask=o_g < G)
+        tl.store(out_ptr + o_row[:, None] * D + o_d[None, :], b_o, mask=m_gd)
+        b_lse = tl.where(m_some, b_m + tl.log2(b_sum), MIN_MAX)
+        tl.store(lse_ptr + o_row, b_lse, mask=o_g < G)

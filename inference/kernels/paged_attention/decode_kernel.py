@@ -28,6 +28,8 @@ from inference.kernels.merge_kernel import (
     attend_pairs,
     attend_tile,
     begin_dependent,
+    begin_last,
+    fetch_ahead,
     interleaved,
     launch_options,
     merge_parts,
@@ -36,6 +38,9 @@ from inference.kernels.merge_kernel import (
 )
 from inference.kernels.paged_attention.shared_kernel import SharedLaunch, attend_shared
 from inference.kernels.paging import LayerPages, PagedBatch
+
+FETCH_AHEAD = True
+MERGE = (32, 4)
 
 
 class Launch(NamedTuple):
@@ -78,7 +83,7 @@ def paged_attention_decode(
     group = num_heads // num_kv_heads
     own_rows, shared_rows = query_len * group, SHARED_ROWS * query_len * group
     num_own, num_shared = units.own_U3.shape[0], units.shared_X4.shape[0]
-    own = own or choose_own(num_own * num_kv_heads, own_rows, pages.k_pages, q_THD)
+    own = own or choose_own(batch.num_decodes, own_rows, pages.k_pages, q_THD)
     is_cuda, device = q_THD.is_cuda, q_THD.device
     own_shape = (num_own * own.split, num_kv_heads, own_rows)
     shared_shape = (num_shared, num_kv_heads, shared_rows)
@@ -119,6 +124,7 @@ def paged_attention_decode(
         SPLIT=own.split,
         KEYS_FIRST=own.keys_first,
         PAIRS=is_pairs,
+        AHEAD=is_cuda and FETCH_AHEAD,
         **shapes,
         num_warps=own.num_warps,
         num_stages=own.num_stages,
@@ -143,27 +149,23 @@ def paged_attention_decode(
         MAX_ROWS=shared_rows,
         SPLIT=own.split,
         HAS_SHARED=num_shared > 0,
-        PARTS=32,
+        PARTS=MERGE[0],
         PDL=is_cuda,
-        num_warps=4,
+        num_warps=MERGE[1],
         **launch_options(is_cuda),
     )
 
 
-def choose_own(num_programs: int, num_rows: int, k_pages: Tensor, q_THD: Tensor) -> Launch:
-    """Two programs a multiprocessor, each with enough keys under way."""
-    num_sms = 132
-    if k_pages.is_cuda:
-        num_sms = torch.cuda.get_device_properties(k_pages.device).multi_processor_count
+def choose_own(num_requests: int, num_rows: int, k_pages: Tensor, q_THD: Tensor) -> Launch:
+    """One program a multiprocessor, or two where long units pay for more parts to merge."""
     tile = min(64, max(16, triton.next_power_of_2(k_pages.shape[2])))
     if q_THD.dtype == torch.float32:
         tile = min(32, tile)
-    return Launch(
-        split=2 if 2 * num_programs <= 2 * num_sms else 1,
-        tile=tile,
-        num_warps=8 if num_rows > 32 else 4,
-        num_stages=6 if k_pages.element_size() == 1 else 4,
-    )
+    split = 2 if num_requests >= 8 else 1
+    num_stages = 4 if split == 1 else 3
+    if k_pages.element_size() == 1:
+        num_stages = 6
+    return Launch(split, tile, num_warps=8 if num_rows > 32 else 4, num_stages=num_stages)
 
 
 @triton.jit
@@ -196,21 +198,35 @@ def _attend_own(
     SPLIT: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
     PAIRS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     i_u = tl.program_id(0)
     i_k = tl.program_id(1)
     i_split = tl.program_id(2)
     TILES: tl.constexpr = (PAGE + TILE - 1) // TILE
-    begin_dependent(PDL)
+    # Columns of a page: D values, or D / 2 pairs of FP8 values.
+    C: tl.constexpr = D // 2 if PAIRS else D
+    C_PAD: tl.constexpr = D_PAD // 2 if PAIRS else D_PAD
+    k_ptr += i_k.to(tl.int64) * stride_head
+    v_ptr += i_k.to(tl.int64) * stride_head
+    # The plan and the page table are written before the step: no need to wait for a kernel.
     row = tl.load(own_ptr + i_u * 3)
     first_page = tl.load(own_ptr + i_u * 3 + 1)
     num_tiles = tl.load(own_ptr + i_u * 3 + 2) * TILES
-    if num_tiles == 0:
-        return
     seq_len = tl.load(seq_len_ptr + row)
     first = i_split * num_tiles // SPLIT
     last = (i_split + 1) * num_tiles // SPLIT
     p_table = table_ptr + row.to(tl.int64) * stride_row + first_page
+    # The page of the next tile is looked up while this one is under way.
+    page = tl.load(p_table + first // TILES, mask=first < last, other=0)
+    PAGE_BYTES: tl.constexpr = PAGE * C * k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    if AHEAD and PAGE_BYTES % 16 == 0:
+        o_page = page.to(tl.int64) * stride_page
+        fetch_ahead(k_ptr + o_page, PAGE_BYTES, first < last)
+        fetch_ahead(v_ptr + o_page, PAGE_BYTES, first < last)
+    begin_dependent(PDL)
+    if num_tiles == 0:
+        return
 
     o_m = tl.arange(0, ROWS_PAD)
     o_d = tl.arange(0, D_PAD)
@@ -224,13 +240,9 @@ def _attend_own(
     p_q = q_ptr + o_t.to(tl.int64)[:, None] * stride_qt + o_d[None, :]
     p_q += (i_k * G + o_m % G)[:, None] * stride_qh
     b_q = tl.load(p_q, mask=m_md, other=0.0).to(TYPE)
-    # Columns of a page: D values, or D / 2 pairs of FP8 values. [TILE, C_PAD]
-    C: tl.constexpr = D // 2 if PAIRS else D
-    C_PAD: tl.constexpr = D_PAD // 2 if PAIRS else D_PAD
+    # [TILE, C_PAD]
     o_c = tl.arange(0, C_PAD)
     o_nc = o_n[:, None] * C + o_c[None, :]
-    k_ptr += i_k.to(tl.int64) * stride_head
-    v_ptr += i_k.to(tl.int64) * stride_head
 
     b_m = tl.full([ROWS_PAD], MIN_MAX, tl.float32)
     if PAIRS:
@@ -245,8 +257,6 @@ def _attend_own(
         b_l = tl.zeros([ROWS_PAD, TILE], tl.float32)
         b_acc = tl.zeros([ROWS_PAD, C_PAD], tl.float32)
     b_acc1 = b_acc
-    # The page of the next tile is looked up while this one is under way.
-    page = tl.load(p_table + first // TILES, mask=first < last, other=0)
     for i in range(first, last):
         offset = (i % TILES) * TILE
         o_key = (first_page + i // TILES) * PAGE + offset + o_n
@@ -314,7 +324,7 @@ def _merge_units(
     o_d = tl.arange(0, D_PAD)
     first = tl.load(own_start_ptr + row) * SPLIT
     last = tl.load(own_start_ptr + row + 1) * SPLIT
-    begin_dependent(PDL)
+    begin_last(PDL)
     b_m = tl.full([], MIN_MAX, tl.float32)
     b_l = tl.full([], 0.0, tl.float32)
     b_acc = tl.zeros([D_PAD], tl.float32)

@@ -23,6 +23,9 @@ from inference.kernels.merge_kernel import (
 )
 from inference.kernels.paging import LayerPages, PagedBatch
 
+USE_HOPPER = False
+"""Run the Gluon kernel where it serves the shapes."""
+
 
 class SharedLaunch(NamedTuple):
     """How the shared units are cut."""
@@ -52,6 +55,12 @@ def attend_shared(
     after the kernel of the own units, beside which it may run.
     """
     assert batch.plan is not None, "paged_attention_decode checks it"
+    if USE_HOPPER and launch is None and q_THD.is_cuda:
+        from inference.kernels.paged_attention import shared_hopper_kernel as hopper
+
+        if hopper.serves(q_THD, pages):
+            hopper.attend_shared(q_THD, pages, batch, scale, part_XKMD, lse_XKM)
+            return
     units = batch.plan.dense
     num_kv_heads, page_size, head_dim = pages.k_pages.shape[1:]
     group = q_THD.shape[1] // num_kv_heads

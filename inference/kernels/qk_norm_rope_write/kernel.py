@@ -1,8 +1,11 @@
 """Everything between the fused projection and attention, in one launch.
 
-A program takes some heads of one kind (q, k, v, index q, index k) of some tokens; a head is cut
-into the two rotated halves and the rest, so that partners meet in one thread's registers.
+A program takes one token: some of its query heads, or all heads of the other kinds (k, v, index q
+and index k). A head is cut into the two halves that turn and pieces of their width for the rest:
+partners meet in one thread's registers, and all pieces lie alike over the threads.
 """
+
+# ruff: noqa: RUF005 - Triton knows no starred tuples
 
 import torch
 import triton
@@ -13,7 +16,8 @@ from inference.kernels.paging import LayerPages, PagedBatch
 from inference.kernels.qk_norm_rope_write.reference import QKNorms
 
 USE_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-"""Programmatic dependent launch: positions and gains are loaded while the projection still runs."""
+"""Programmatic dependent launch: positions and gains are loaded while the projection still runs,
+and the kernel behind may begin at once."""
 
 
 @triton.jit
@@ -24,11 +28,55 @@ def _cast(b_x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _store(p_row, parts, offsets, masks):
-    """Write the parts of a head of each row; `p_row` is [R, 1]."""
-    dtype: tl.constexpr = p_row.dtype.element_ty
-    for i in tl.static_range(len(parts)):
-        tl.store(p_row + offsets[i], _cast(parts[i], dtype), mask=masks[i])
+def _load(p_head, offsets, ends, dim, m_row):
+    """The pieces of heads of `dim` elements, 0 where none is; `p_head` is [R, 1] or scalar."""
+    pieces = ()
+    for i in tl.static_range(len(offsets)):
+        mask = m_row & (offsets[i] < ends[i]) & (offsets[i] < dim)
+        pieces = pieces + (tl.load(p_head + offsets[i], mask=mask, other=0.0),)
+    return pieces
+
+
+@triton.jit
+def _store(p_head, pieces, offsets, ends, dim, m_row):
+    dtype: tl.constexpr = p_head.dtype.element_ty
+    for i in tl.static_range(len(pieces)):
+        mask = m_row & (offsets[i] < ends[i]) & (offsets[i] < dim)
+        tl.store(p_head + offsets[i], _cast(pieces[i], dtype), mask=mask)
+
+
+@triton.jit
+def _add(pieces, others):
+    """Pieces of rows of two kinds; each is 0 in the other's rows."""
+    sums = ()
+    for i in tl.static_range(len(pieces)):
+        sums = sums + (pieces[i] + others[i],)
+    return sums
+
+
+@triton.jit
+def _load_turn(p_cos, o_i, HALF: tl.constexpr):
+    """(cosines, sines) of one token."""
+    b_cos = tl.load(p_cos + o_i, mask=o_i < HALF, other=1.0)
+    return b_cos, tl.load(p_cos + HALF + o_i, mask=o_i < HALF, other=0.0)
+
+
+@triton.jit
+def _norm_rope(pieces, gains, turn, dim, eps, dtype: tl.constexpr):
+    """The pieces normed and turned, in `dtype`."""
+    b_square = pieces[0].to(tl.float32) * pieces[0].to(tl.float32)
+    for i in tl.static_range(1, len(pieces)):
+        b_square += pieces[i].to(tl.float32) * pieces[i].to(tl.float32)
+    b_rstd = tl.rsqrt(tl.sum(b_square, 1)[:, None] / dim + eps)
+    normed = ()
+    for i in tl.static_range(len(pieces)):
+        b_gain = 1.0 + gains[i].to(tl.float32)
+        normed = normed + (pieces[i].to(tl.float32) * b_rstd * b_gain,)
+    b_x, b_y = normed[0], normed[1]
+    turned = ((b_x * turn[0] - b_y * turn[1]).to(dtype), (b_y * turn[0] + b_x * turn[1]).to(dtype))
+    for i in tl.static_range(2, len(pieces)):
+        turned = turned + (normed[i].to(dtype),)
+    return turned
 
 
 @triton.jit
@@ -46,7 +94,6 @@ def _qk_norm_rope_write_kernel(
     k_pages_ptr,
     v_pages_ptr,
     index_pages_ptr,
-    num_tokens,
     stride_qkv,
     stride_k_page,
     stride_v_page,
@@ -58,100 +105,76 @@ def _qk_norm_rope_write_kernel(
     INDEX_D: tl.constexpr,
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
-    TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
+    OTHERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Grid (tokens / TOKENS, head blocks); R = TOKENS * HEADS rows, heads running fastest."""
+    """A program per token and block: HEADS query heads, or (the last block) all of OTHERS heads."""
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
-    K_BLOCKS: tl.constexpr = (K + HEADS - 1) // HEADS
-    i_block = tl.program_id(1)
-    # Which kind of head this program has, where its columns start, its gain.
-    i_head, num_heads, column, dim = i_block * HEADS, H, 0, D
-    weight_ptr = q_weight_ptr
-    kind = 0
-    if i_block >= Q_BLOCKS:
-        kind = 1 + (i_block - Q_BLOCKS) // K_BLOCKS
-        i_head = (i_block - Q_BLOCKS) % K_BLOCKS * HEADS
-        num_heads = K
-        column = (H + (kind - 1) * K) * D
-        weight_ptr = k_weight_ptr
-    if INDEX_D > 0:
-        if kind >= 3:
-            dim = INDEX_D
-            column = (H + 2 * K) * D
-            weight_ptr = iq_weight_ptr
-        if kind == 4:
-            column = (H + 2 * K) * D + K * INDEX_D
-            num_heads = 1
-            weight_ptr = ik_weight_ptr
-    # [R]
-    o_r = tl.arange(0, TOKENS * HEADS)
-    o_t = tl.program_id(0) * TOKENS + o_r // HEADS
-    o_h = i_head + o_r % HEADS
-    m_r = (o_t < num_tokens) & (o_h < num_heads)
-    o_t = o_t.to(tl.int64)
-    b_position = tl.load(positions_ptr + o_t, mask=m_r, other=0)
-    b_slot = tl.load(slots_ptr + o_t, mask=m_r, other=-1)
-    # [1, BLOCK_HALF], [1, BLOCK_REST]
-    o_first = tl.arange(0, BLOCK_HALF)[None, :]
-    o_rest = tl.arange(0, BLOCK_REST)[None, :]
-    # [R, BLOCK_HALF], [R, BLOCK_REST]
-    m_first = m_r[:, None] & (o_first < HALF)
-    m_rest = m_r[:, None] & (o_rest < dim - 2 * HALF)
-    m_gain = o_first < HALF
-    b_gain_first = tl.load(weight_ptr + o_first, mask=m_gain, other=0.0)
-    b_gain_second = tl.load(weight_ptr + HALF + o_first, mask=m_gain, other=0.0)
-    m_gain_rest = o_rest < dim - 2 * HALF
-    b_gain_rest = tl.load(weight_ptr + 2 * HALF + o_rest, mask=m_gain_rest, other=0.0)
-    p_cos = cos_sin_ptr + b_position[:, None] * (2 * HALF) + o_first
-    b_cos = tl.load(p_cos, mask=m_first, other=1.0)
-    b_sin = tl.load(p_cos + HALF, mask=m_first, other=0.0)
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    p_x = qkv_ptr + (o_t * stride_qkv + column + o_h * dim)[:, None]
-    b_first = tl.load(p_x + o_first, mask=m_first, other=0.0)
-    b_second = tl.load(p_x + HALF + o_first, mask=m_first, other=0.0)
-    b_rest = tl.load(p_x + 2 * HALF + o_rest, mask=m_rest, other=0.0)
-
-    b_write = b_slot >= 0
-    b_slot = tl.maximum(b_slot, 0)
-    b_page, b_place = b_slot // PAGE, b_slot % PAGE
-    offsets = (o_first, o_first + HALF, o_rest + 2 * HALF)
-    masks = (m_first, m_first, m_rest)
-    m_write_first, m_write_rest = m_first & b_write[:, None], m_rest & b_write[:, None]
-    write_masks = (m_write_first, m_write_first, m_write_rest)
-    if kind == 2:
-        p_v = v_pages_ptr + (b_page * stride_v_page + (o_h * PAGE + b_place) * D)[:, None]
-        _store(p_v, (b_first, b_second, b_rest), offsets, write_masks)
+    MOST: tl.constexpr = D if D > INDEX_D else INDEX_D
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    i_block = tl.program_id(0) % (Q_BLOCKS + 1)
+    i_t = (tl.program_id(0) // (Q_BLOCKS + 1)).to(tl.int64)
+    position = tl.load(positions_ptr + i_t)
+    p_cos = cos_sin_ptr + position * (2 * HALF)
+    p_x = qkv_ptr + i_t * stride_qkv
+    # [1, BLOCK]
+    o_i = tl.arange(0, BLOCK)[None, :]
+    offsets, ends = (o_i, HALF + o_i), (HALF, 2 * HALF)
+    for first in tl.static_range(2 * HALF, MOST, BLOCK):
+        offsets, ends = offsets + (first + o_i,), ends + (MOST,)
+    if i_block < Q_BLOCKS:
+        # [HEADS, 1]
+        o_h = i_block * HEADS + tl.arange(0, HEADS)[:, None]
+        m_h = o_h < H
+        q_gains = _load(q_weight_ptr, offsets, ends, D, o_i < BLOCK)
+        if EARLY:
+            q_turn = _load_turn(p_cos, o_i, HALF)
+        if USE_PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        q_pieces = _load(p_x + o_h * D, offsets, ends, D, m_h)
+        if not EARLY:
+            q_turn = _load_turn(p_cos, o_i, HALF)
+        q_pieces = _norm_rope(q_pieces, q_gains, q_turn, D, eps, dtype)
+        _store(q_out_ptr + (i_t * H + o_h) * D, q_pieces, offsets, ends, D, m_h)
     else:
-        dtype: tl.constexpr = qkv_ptr.dtype.element_ty
-        b_x, b_y = b_first.to(tl.float32), b_second.to(tl.float32)
-        b_z = b_rest.to(tl.float32)
-        b_square = tl.sum(b_x * b_x + b_y * b_y, 1) + tl.sum(b_z * b_z, 1)
-        b_rstd = tl.rsqrt(b_square / dim + eps)[:, None]
-        b_x = b_x * b_rstd * (1.0 + b_gain_first.to(tl.float32))
-        b_y = b_y * b_rstd * (1.0 + b_gain_second.to(tl.float32))
-        b_z = b_z * b_rstd * (1.0 + b_gain_rest.to(tl.float32))
-        b_turned_x = (b_x * b_cos - b_y * b_sin).to(dtype)
-        b_turned_y = (b_y * b_cos + b_x * b_sin).to(dtype)
-        parts = (b_turned_x, b_turned_y, b_z.to(dtype))
-        if kind == 0:
-            p_q = q_out_ptr + ((o_t * H + o_h) * D)[:, None]
-            _store(p_q, parts, offsets, masks)
-        elif kind == 1:
-            p_k = k_pages_ptr + (b_page * stride_k_page + (o_h * PAGE + b_place) * D)[:, None]
-            _store(p_k, parts, offsets, write_masks)
-        elif INDEX_D > 0:
-            if kind == 3:
-                p_iq = iq_out_ptr + ((o_t * K + o_h) * INDEX_D)[:, None]
-                _store(p_iq, parts, offsets, masks)
-            else:
-                p_ik = index_pages_ptr + (b_page * stride_index_page + b_place * INDEX_D)[:, None]
-                _store(p_ik, parts, offsets, write_masks)
+        # [OTHERS, 1]: K keys, K values, then K index queries and an index key.
+        o_r = tl.arange(0, OTHERS)[:, None]
+        m_k, m_v = o_r < K, (o_r >= K) & (o_r < 2 * K)
+        slot = tl.load(slots_ptr + i_t)
+        gains = _load(k_weight_ptr, offsets, ends, D, m_k)
+        column, dim = (H + o_r) * D, tl.full([OTHERS, 1], D, tl.int32)
+        if INDEX_D > 0:
+            m_iq, m_ik = (o_r >= 2 * K) & (o_r < 3 * K), o_r == 3 * K
+            dim = tl.where(m_k | m_v, D, INDEX_D)
+            column = tl.where(m_k | m_v, column, (H + 2 * K) * D + (o_r - 2 * K) * INDEX_D)
+            gains = _add(gains, _load(iq_weight_ptr, offsets, ends, INDEX_D, m_iq))
+            gains = _add(gains, _load(ik_weight_ptr, offsets, ends, INDEX_D, m_ik))
+        if EARLY:
+            turn = _load_turn(p_cos, o_i, HALF)
+        if USE_PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        m_r = o_r < (3 * K + 1 if INDEX_D > 0 else 2 * K)
+        raw = _load(p_x + column, offsets, ends, dim, m_r)
+        if not EARLY:
+            turn = _load_turn(p_cos, o_i, HALF)
+        pieces = _norm_rope(raw, gains, turn, dim, eps, dtype)
+        if INDEX_D > 0:
+            p_iq = iq_out_ptr + (i_t * K + o_r - 2 * K) * INDEX_D
+            _store(p_iq, pieces, offsets, ends, INDEX_D, m_iq)
+        if slot >= 0:
+            page, place = slot // PAGE, slot % PAGE
+            p_k = k_pages_ptr + page * stride_k_page + (o_r * PAGE + place) * D
+            _store(p_k, pieces, offsets, ends, D, m_k)
+            p_v = v_pages_ptr + page * stride_v_page + ((o_r - K) * PAGE + place) * D
+            _store(p_v, raw, offsets, ends, D, m_v)
+            if INDEX_D > 0:
+                p_ik = index_pages_ptr + page * stride_index_page + place * INDEX_D + 0 * o_r
+                _store(p_ik, pieces, offsets, ends, INDEX_D, m_ik)
 
 
 def qk_norm_rope_write(
@@ -165,9 +188,8 @@ def qk_norm_rope_write(
     head_dim: int,
     eps: float,
     *,
-    tokens: int | None = None,
-    heads: int | None = None,
-    num_warps: int | None = None,
+    heads: int = 32,
+    num_warps: int = 4,
 ) -> tuple[Tensor, Tensor | None]:
     num_tokens = qkv_TX.shape[0]
     index_dim = 0 if norms.index_q is None else norms.index_q.shape[0]
@@ -183,15 +205,10 @@ def qk_norm_rope_write(
             raise ValueError(f"qk_norm_rope_write: a page of {name} is not contiguous")
     if qkv_TX.stride(1) != 1 or not cos_sin_SX.is_contiguous():
         raise ValueError("qk_norm_rope_write: columns of qkv_TX and cos_sin_SX must be dense")
-    heads = heads or min(16, triton.next_power_of_2(num_heads))
-    tokens = tokens or (1 if num_tokens <= 256 else 4)
-    num_warps = num_warps or (4 if tokens == 1 else 8)
+    heads = min(heads, triton.next_power_of_2(num_heads))
+    num_others = 2 * num_kv_heads + (num_kv_heads + 1 if index_dim else 0)
     half = cos_sin_SX.shape[1] // 2
-    rest = max(head_dim, index_dim) - 2 * half
-    num_blocks = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
-    if index_dim:
-        num_blocks += triton.cdiv(num_kv_heads, heads) + 1
-    _qk_norm_rope_write_kernel[(triton.cdiv(num_tokens, tokens), num_blocks)](
+    _qk_norm_rope_write_kernel[(num_tokens * (triton.cdiv(num_heads, heads) + 1),)](
         qkv_TX,
         norms.q,
         norms.k,
@@ -205,7 +222,6 @@ def qk_norm_rope_write(
         pages.k_pages,
         pages.v_pages,
         pages.index_pages,
-        num_tokens,
         qkv_TX.stride(0),
         pages.k_pages.stride(0),
         pages.v_pages.stride(0),
@@ -217,10 +233,12 @@ def qk_norm_rope_write(
         INDEX_D=index_dim,
         HALF=half,
         PAGE=batch.page_size,
-        TOKENS=tokens,
         HEADS=heads,
-        BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
-        BLOCK_REST=triton.next_power_of_2(max(rest, 1)),
+        OTHERS=triton.next_power_of_2(num_others),
+        BLOCK=triton.next_power_of_2(max(half, 1)),
+        # Few tokens wait for the projection; many come without one to wait for, and what they
+        # read most of should be under way first.
+        EARLY=num_tokens <= 256,
         USE_PDL=USE_PDL,
         num_warps=num_warps,
         launch_pdl=USE_PDL,

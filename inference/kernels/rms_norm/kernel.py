@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 USE_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-"""Programmatic dependent launch: the weights are loaded while the kernel before still runs."""
+"""Programmatic dependent launch: the weights are loaded while the kernel before still runs, and the
+kernel behind may begin with its own at once."""
 
 
 @triton.jit
@@ -30,6 +31,7 @@ def _rms_norm_kernel(
     m_c = o_c < num_columns
     b_gain = 1.0 + tl.load(weight_ptr + o_c, mask=m_c, other=0.0).to(tl.float32)
     if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     b_x = tl.load(x_ptr + i_row * stride_x + o_c, mask=m_c, other=0.0)
     if HAS_RESIDUAL:
@@ -40,8 +42,6 @@ def _rms_norm_kernel(
     b_x = b_x.to(tl.float32)
     b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 0) / num_columns + eps)
     b_out = b_x * b_rstd * b_gain
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     tl.store(out_ptr + i_row * num_columns + o_c, b_out.to(out_ptr.dtype.element_ty), mask=m_c)
 
 
@@ -50,8 +50,6 @@ def rms_norm(
     weight_C: Tensor,
     eps: float,
     residual_TC: Tensor | None,
-    *,
-    num_warps: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     num_columns = x_TC.shape[-1]
     x = x_TC.reshape(-1, num_columns)
@@ -75,7 +73,8 @@ def rms_norm(
             HAS_RESIDUAL=residual is not None,
             BLOCK=block,
             USE_PDL=USE_PDL,
-            num_warps=num_warps or min(8, max(1, block // 512)),
+            # Few rows: what counts is how long a row takes. Many: how many loads are under way.
+            num_warps=min(4 if x.shape[0] <= 256 else 16, max(1, block // 512)),
             launch_pdl=USE_PDL,
         )
     return out if stream is None else (out, stream)

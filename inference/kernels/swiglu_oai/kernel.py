@@ -42,9 +42,6 @@ def swiglu_oai(
     alpha: float,
     limit: float,
     beta: float,
-    *,
-    block: int | None = None,
-    num_warps: int = 4,
 ) -> Tensor:
     width = gate_up_TX.shape[-1] // 2
     gate_up = gate_up_TX.reshape(-1, 2 * width)
@@ -55,8 +52,7 @@ def swiglu_oai(
     )
     num_rows = gate_up.shape[0]
     if out.numel():
-        # Few rows are spread over many programs, many rows over as few as fill the chip.
-        block = block or min(1024 if num_rows <= 64 else 2048, triton.next_power_of_2(width))
+        block = min(1024, triton.next_power_of_2(width))
         _swiglu_oai_kernel[(num_rows, triton.cdiv(width, block))](
             gate_up,
             out,
@@ -67,7 +63,7 @@ def swiglu_oai(
             beta,
             BLOCK=block,
             USE_PDL=USE_PDL,
-            num_warps=num_warps,
+            num_warps=4,
             launch_pdl=USE_PDL,
         )
     return out

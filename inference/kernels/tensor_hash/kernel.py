@@ -37,7 +37,8 @@ class Dim(NamedTuple):
     """In the global tensor, row-major."""
 
 
-@triton.jit
+# Never a constant: a salt or a place of 1 would be one.
+@triton.jit(do_not_specialize=["salt", "first_place"])
 def _hash_kernel(
     bits_ptr,
     partials_ptr,

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from inference.kernels.expert_gemm import align_kernel, expert_gemm, kernel, reference
-from inference.kernels.expert_gemm.kernel import Config, Tiles
+from inference.kernels.expert_gemm.kernel import Config, Few, Tiles
 
 M3 = (1.702, 7.0, 1.0)
 SMALL = Tiles(cols=32, depth=32, warps=4, stages=2, programs=1, tma=False)
 VARIANTS = {
     "plain": Config(16, SMALL, SMALL),
     "swapped": Config(32, *[replace(SMALL, swap=True, group=3, programs=2)] * 2),
-    "tails": Config(32, *[replace(SMALL, tail=16)] * 2),
+    "tails": Config(32, SMALL, SMALL, tail=16),
     "descriptors": Config(16, *[replace(SMALL, cols=16, tma=True, swap=True)] * 2),
 }
 
@@ -48,10 +48,39 @@ def test_equals_the_reference(
     agree(found, reference.expert_gemm(*args, *M3), 1e-6)
 
 
-def test_the_shared_experts_output_is_added(kernel_device):
-    args = make(3, 2, 4, 20, 8, torch.float32, kernel_device)
-    add = torch.randn(3, 20, device=kernel_device)
-    agree(kernel.expert_gemm(*args, *M3, add), reference.expert_gemm(*args, *M3, add), 1e-6)
+def make_shared(hidden, width, dtype, device):
+    g = torch.Generator().manual_seed(7)
+    w13 = torch.randn(2 * width, hidden, generator=g) * 2 / hidden**0.5
+    w2 = torch.randn(hidden, width, generator=g) / width**0.5
+    return w13.to(dtype).to(device), w2.to(dtype).to(device)
+
+
+@pytest.mark.parametrize("width", [8, 12])
+@pytest.mark.parametrize("num_tokens", [1, 3, 17, 33])
+def test_the_shared_expert_is_added_whatever_its_width(kernel_device, num_tokens, width):
+    args = make(num_tokens, 2, 4, 20, 8, torch.float32, kernel_device, drop=0.3)
+    shared = make_shared(20, width, torch.float32, kernel_device)
+    wanted = reference.expert_gemm(*args, *M3, shared)
+    agree(kernel.expert_gemm(*args, *M3, shared), wanted, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "topk", "hidden", "width"), [(1, 3, 40, 24), (5, 4, 12, 50), (32, 4, 40, 6)]
+)
+@pytest.mark.parametrize("few", [Few(rows=64, depth=32, stages=2), Few(128, 16, 2, programs=3)])
+def test_few_tokens_equal_the_reference(kernel_device, few, num_tokens, topk, hidden, width):
+    args = make(num_tokens, topk, 6, hidden, width, torch.float32, kernel_device, drop=0.2)
+    shared = make_shared(hidden, width, torch.float32, kernel_device)
+    wanted = reference.expert_gemm(*args, *M3, shared)
+    agree(kernel.expert_gemm(*args, *M3, shared, few=few), wanted, 1e-6)
+
+
+def test_a_token_may_name_an_expert_twice(kernel_device):
+    """As rows of NaN make the router do: more rows of an expert than a tile has."""
+    x, w13, w2, ids, weights = make(9, 4, 5, 20, 8, torch.float32, kernel_device)
+    ids[:] = 2
+    found = kernel.expert_gemm(x, w13, w2, ids, weights, *M3)
+    agree(found, reference.expert_gemm(x, w13, w2, ids, weights, *M3), 1e-6)
 
 
 def test_fp16_tokens_are_rounded_once_at_the_end(kernel_device):
@@ -88,15 +117,16 @@ def test_no_tokens(kernel_device):
 
 
 @pytest.mark.parametrize(
-    ("num_pairs", "num_experts", "tile_rows"), [(2, 3, 16), (300, 20, 16), (2500, 5, 32)]
+    ("num_pairs", "num_experts", "tile_rows", "tail"),
+    [(2, 3, 16, 0), (300, 20, 16, 0), (300, 20, 16, 8), (2500, 5, 32, 16)],
 )
 def test_a_plan_lists_every_pair_once_sorted_and_in_tiles(
-    kernel_device, num_pairs, num_experts, tile_rows
+    kernel_device, num_pairs, num_experts, tile_rows, tail
 ):
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(-1, num_experts, (num_pairs, 1), generator=g).int()
     ids[ids == 1] = -1
-    plan = align_kernel.align(ids.to(kernel_device), num_experts, tile_rows, use_pdl=False)
+    plan = align_kernel.align(ids.to(kernel_device), num_experts, tile_rows, tail, use_pdl=False)
     data = plan.data.tolist()
     flat = ids.flatten()
     wanted = torch.sort(flat, stable=True).indices[int((flat < 0).sum()) :].tolist()
@@ -106,34 +136,38 @@ def test_a_plan_lists_every_pair_once_sorted_and_in_tiles(
     assert len(tiles) <= plan.max_tiles
     rows = [(expert, row) for expert, first, end in tiles for row in range(first, end)]
     assert rows == [(int(flat[pair]), row) for row, pair in enumerate(wanted)]
-    assert all(0 < end - first <= tile_rows for _, first, end in tiles)
+    assert all(0 < end - first <= tile_rows + tail for _, first, end in tiles)
+    experts = [expert for expert, _, _ in tiles]
+    sizes = [(experts.count(expert), int((flat == expert).sum())) for expert in set(experts)]
+    assert all(count == max(1, -(-(rows - tail) // tile_rows)) for count, rows in sizes)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_experts", [16, 128])
-@pytest.mark.parametrize("num_tokens", [1, 2, 8, 33, 129, 513, 1030, 2050])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 17, 33, 129, 513, 1030, 2050])
 def test_equals_the_reference_at_the_sizes_of_m3(cuda, num_tokens, num_experts):
     """BF16 rounds the activation between the products and the result: 2^-9 each."""
     args = make(num_tokens, 4, num_experts, 1024, 768, torch.bfloat16, cuda, drop=0.2)
-    add = torch.randn(num_tokens, 1024, device=cuda).bfloat16()
+    shared = make_shared(1024, 768, torch.bfloat16, cuda)
     names = ("alpha", "limit", "beta")
-    found = expert_gemm(*args, **dict(zip(names, M3, strict=True)), add_TC=add)
-    agree(found, reference.expert_gemm(*args, *M3, add), 6e-3)
+    found = expert_gemm(*args, **dict(zip(names, M3, strict=True)), shared=shared)
+    agree(found, reference.expert_gemm(*args, *M3, shared), 6e-3)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 32])
+@pytest.mark.parametrize("num_tokens", [1, 32, 40])
 def test_a_captured_call_follows_its_inputs(cuda, num_tokens):
     """Another choice of experts gives other tiles; the graph reads them from the device."""
     first = make(num_tokens, 4, 16, 256, 128, torch.bfloat16, cuda)
     second = make(num_tokens, 4, 16, 256, 128, torch.bfloat16, cuda, drop=0.5, seed=1)
     x, w13, w2, ids, weights = (tensor.clone() for tensor in first)
-    kernel.expert_gemm(x, w13, w2, ids, weights, *M3)
+    shared = make_shared(256, 128, torch.bfloat16, cuda)
+    kernel.expert_gemm(x, w13, w2, ids, weights, *M3, shared)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = kernel.expert_gemm(x, w13, w2, ids, weights, *M3)
+        found = kernel.expert_gemm(x, w13, w2, ids, weights, *M3, shared)
     for case in (second, first):
         for buffer, value in zip((x, w13, w2, ids, weights), case, strict=True):
             buffer.copy_(value)
         graph.replay()
-        assert torch.equal(found, kernel.expert_gemm(*case, *M3))
+        assert torch.equal(found, kernel.expert_gemm(*case, *M3, shared))

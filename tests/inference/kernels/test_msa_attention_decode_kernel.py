@@ -185,6 +185,28 @@ def test_real_sizes(cuda, dtype, heads, query_len):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("split", [2, 4, 8, 16])
+@pytest.mark.parametrize("query_len", [1, 2])
+def test_programs_of_a_cluster_merge_their_parts(cuda, split, query_len):
+    if torch.cuda.get_device_capability(cuda)[0] != 9:
+        pytest.skip("made for Hopper")
+    from inference.kernels.msa_attention import cluster_kernel
+
+    q, pages, blocks, batch = real_case(
+        cuda, torch.bfloat16, 64, 4, 12 // (3 - query_len), query_len
+    )
+    assert cluster_kernel.serves(q, pages)
+    wide = LayerPages(pages.k_pages.float(), pages.v_pages.float(), None)
+    expected = reference.msa_attention(q.float(), wide, blocks, batch, 128**-0.5)
+    for num_stages in (2, 3):
+        found = torch.empty_like(q)
+        cluster_kernel.msa_attention_decode(
+            q, pages, blocks, batch, 128**-0.5, found, split, num_stages
+        )
+        assert (found.float() - expected).norm() / expected.norm() < 5e-3
+
+
+@pytest.mark.gpu
 def test_a_captured_call_gives_the_same(cuda):
     q, pages, blocks, batch = real_case(cuda, torch.bfloat16, 64, 4)
     eager = msa_attention(q, pages, blocks, batch, scale=0.1)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from inference.kernels.msa_attention import reference
+from inference.kernels.msa_attention import block_hopper_kernel, reference
 from inference.kernels.msa_attention.block_kernel import BlockMajor
 from inference.kernels.msa_attention.invert_kernel import invert_blocks
 from inference.kernels.msa_attention.prefill_kernel import (
@@ -9,12 +9,13 @@ from inference.kernels.msa_attention.prefill_kernel import (
     choose_launch,
     msa_attention_prefill,
 )
+from inference.kernels.msa_attention.widen_kernel import wide_bytes, widen_pages
 
 WAYS = {
     "queries": QueryMajor(tile=16, num_stages=1),
     "queries-split3": QueryMajor(split=3, tile=16, num_stages=2),
-    "blocks": BlockMajor(slab=64, unit=16, rows=16, streams=2),
-    "blocks-slabs": BlockMajor(slab=8, unit=8, rows=32, streams=2),
+    "blocks": BlockMajor(slab=64, unit=16, rows=16),
+    "blocks-slabs": BlockMajor(slab=8, heads=2, unit=8, rows=32),
 }
 CASES = {
     "one-token-after-a-decode": ([1, 3], [9, 9]),
@@ -129,27 +130,30 @@ def test_no_other_key_changes_a_bit(paged, kernel_device, launch):
     assert torch.equal(run(), before)
 
 
-@pytest.mark.parametrize("slab", [64, 10])
-def test_lists_hold_every_choice_once(paged, kernel_device, slab):
+@pytest.mark.parametrize(("slab", "heads"), [(64, 1), (10, 1), (10, 2)])
+def test_lists_hold_every_choice_once(paged, kernel_device, slab, heads):
     case = paged([1, 7, 30], [9, 40, 33], page_size=4)
     blocks = random_blocks(case, topk=3)[1:]
     placed = case.to(kernel_device)
-    lists = invert_blocks(blocks.to(kernel_device), placed.batch, slab=slab, tile=2, unit=6)
+    lists = invert_blocks(
+        blocks.to(kernel_device), placed.batch, slab=slab, heads=heads, tile=2, unit=6
+    )
     units = lists.units_PU4.cpu()
     slabs = -(-37 // slab)
     found = set()
     for index, count in enumerate(lists.num_units_P.tolist()):
-        head = index // slabs
-        for page, row, packed, first_key in units[index, :count].tolist():
+        for place, row, packed, first_key in units[index, :count].tolist():
+            page, head = divmod(place, 2)
+            assert head // heads == index // slabs
             num_queries, num_keys = packed & 0xFFFF, packed >> 16 & 0x7FFF
             assert 1 <= num_queries <= 6
             assert row % 2 == 0
-            for place in range(row, row + num_queries):
-                token = int(lists.tokens_PL[index, place])
+            for i_row in range(row, row + num_queries):
+                token = int(lists.tokens_PL[index, i_row])
                 assert token // slab == index % slabs
                 request = 1 + (token >= 7)
                 choice = blocks[token, head].tolist().index(first_key // 4)
-                assert int(lists.row_TKB[token, head, choice]) == place
+                assert int(lists.row_TKB[token, head, choice]) == i_row
                 assert int(case.batch.page_table_RN[request, first_key // 4]) == page
                 assert num_keys == min(4, case.seq_lens[request] - first_key)
                 position = int(case.batch.positions_T[1 + token])
@@ -160,13 +164,36 @@ def test_lists_hold_every_choice_once(paged, kernel_device, slab):
 
 
 def test_the_way_is_chosen_by_length(paged):
-    case = paged([300], [300], page_size=128, num_kv_heads=1, dtype=torch.bfloat16)
-    blocks = torch.zeros(300, 1, 16, dtype=torch.int32)
-    q = torch.zeros(300, 16, 128, dtype=torch.bfloat16)
-    for tokens, way in ((1, QueryMajor), (300, BlockMajor)):
+    case = paged([1600], [1600], page_size=128, num_kv_heads=1, dtype=torch.bfloat16)
+    blocks = torch.zeros(1600, 1, 16, dtype=torch.int32)
+    q = torch.zeros(1600, 16, 128, dtype=torch.bfloat16)
+    for tokens, way in ((1, QueryMajor), (300, QueryMajor), (1600, BlockMajor)):
         launch = choose_launch(q[:tokens], case.pages, blocks[:tokens], case.batch)
         assert isinstance(launch, way)
     assert isinstance(choose_launch(q.float(), case.pages, blocks, case.batch), QueryMajor)
+
+
+def test_widened_pages_hold_the_same_keys(paged, kernel_device):
+    case = paged([1, 7, 30, 2], [9, 40, 33, 16], page_size=8, dtype=torch.float16)
+    placed = case.to(kernel_device)
+    pages, batch = widen_pages(placed.pages, placed.batch, torch.float32)
+    # Twice the elements, of half the bytes.
+    assert wide_bytes(placed.pages, placed.batch) == pages.k_pages.nbytes
+    for request in (1, 2, 3):
+        count = -(-case.seq_lens[request] // 8)
+        before = case.batch.page_table_RN[request, :count].long()
+        after = batch.page_table_RN[request, :count].long().cpu()
+        assert torch.equal(
+            batch.page_table_RN[request].cpu() < 0, case.batch.page_table_RN[request] < 0
+        )
+        for old, new in ((case.pages.k_pages, pages.k_pages), (case.pages.v_pages, pages.v_pages)):
+            keys, wide = (
+                part.transpose(1, 2).flatten(0, 1)[: case.seq_lens[request]]
+                for part in (old[before], new.cpu()[after])
+            )
+            assert torch.equal(keys.float(), wide)
+        tail = pages.v_pages.cpu()[after].transpose(1, 2).flatten(0, 1)[case.seq_lens[request] :]
+        assert not tail.any()
 
 
 def distinct_blocks(own_T: torch.Tensor, heads: int, topk: int) -> torch.Tensor:
@@ -191,6 +218,7 @@ def distinct_blocks(own_T: torch.Tensor, heads: int, topk: int) -> torch.Tensor:
         ([513], [2000], 1, 16),
         ([600], [601], 1, 8),
         ([33], [9000], 4, 64),
+        ([1, 1, 900, 500], [9, 300, 900, 140_000], 4, 64),
     ],
 )
 def test_m3_shapes(paged, cuda, query_lens, seq_lens, num_kv_heads, heads, pages_type):
@@ -205,22 +233,31 @@ def test_m3_shapes(paged, cuda, query_lens, seq_lens, num_kv_heads, heads, pages
     for name in ("k_pages", "v_pages"):
         setattr(case.pages, name, getattr(case.pages, name).to(pages_type))
     blocks = distinct_blocks(case.batch.positions_T // 128, num_kv_heads, 16)
-    for launch in (None, QueryMajor(), QueryMajor(split=4), BlockMajor(), BlockMajor(slab=256)):
+    launches = [None, QueryMajor(), QueryMajor(split=4), BlockMajor(), BlockMajor(slab=256)]
+    q = case.randn(1, heads, 128).to(cuda)
+    if block_hopper_kernel.serves(q, case.to(cuda).pages, case.batch):
+        launches += [launch._replace(on_hopper=True, heads=4) for launch in launches[3:]]
+        launches.append(BlockMajor(on_hopper=True, unit=8))
+    for launch in launches:
         assert_like_reference(
             case, cuda, heads, blocks, launch, tolerance=1e-2, dtype=torch.bfloat16
         )
 
 
-def test_runs_agree_to_the_bit(paged, cuda):
+@pytest.mark.parametrize("on_hopper", [False, True])
+def test_runs_agree_to_the_bit(paged, cuda, on_hopper):
     case = paged(
         [900], [4000], page_size=128, num_kv_heads=4, head_dim=128, dtype=torch.bfloat16
     ).to(cuda)
     blocks = distinct_blocks(case.batch.positions_T.cpu() // 128, 4, 16).to(cuda)
     q = case.randn(900, 64, 128).to(cuda)
+    if on_hopper and not block_hopper_kernel.serves(q, case.pages, case.batch):
+        pytest.skip("needs a Hopper GPU")
+    launch = BlockMajor(slab=512, on_hopper=on_hopper)
     runs = []
     for _ in range(3):
         out = torch.empty_like(q)
-        msa_attention_prefill(q, case.pages, blocks, case.batch, 0.1, out, BlockMajor(slab=512))
+        msa_attention_prefill(q, case.pages, blocks, case.batch, 0.1, out, launch)
         runs.append(out)
     assert torch.equal(runs[0], runs[1])
     assert torch.equal(runs[0], runs[2])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from inference.kernels.decode_plan import DecodePlan, plan_units
-from inference.kernels.paged_attention import paged_attention, reference
+from inference.kernels.paged_attention import paged_attention, reference, shared_kernel
 from inference.kernels.paged_attention.decode_kernel import (
     Launch,
     num_workers,
@@ -209,6 +209,19 @@ def test_real_sizes(cuda, dtype, heads, query_len):
     found = paged_attention(q, pages, batch, scale=128**-0.5)
     error = (found.float() - expected).norm() / expected.norm()
     assert error < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(64, 4), (16, 1), (8, 1)])
+@pytest.mark.parametrize("query_len", [1, 2, 8])
+@pytest.mark.parametrize("use_hopper", [True, False])
+def test_both_kernels_of_shared_pages(cuda, monkeypatch, heads, query_len, use_hopper):
+    monkeypatch.setattr(shared_kernel, "USE_HOPPER", use_hopper)
+    q, pages, batch = real_case(cuda, torch.bfloat16, *heads, query_len)
+    wide = LayerPages(pages.k_pages.float(), pages.v_pages.float(), None)
+    expected = reference.paged_attention(q.float(), wide, batch, 128**-0.5)
+    found = paged_attention(q, pages, batch, scale=128**-0.5)
+    assert (found.float() - expected).norm() / expected.norm() < 5e-3
 
 
 @pytest.mark.gpu

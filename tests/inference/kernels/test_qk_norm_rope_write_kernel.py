@@ -102,7 +102,7 @@ def test_equals_the_reference(kernel_device, shape, num_tokens):
     compare(shape, num_tokens, torch.float32, torch.float32, kernel_device)
 
 
-@pytest.mark.parametrize("options", [{"tokens": 4, "heads": 2}, {"tokens": 2, "heads": 8}])
+@pytest.mark.parametrize("options", [{"heads": 2}, {"heads": 8, "num_warps": 2}])
 def test_tiles_do_not_change_the_result(kernel_device, options):
     compare(SHAPES[1], 13, torch.float32, torch.float32, kernel_device, **options)
 

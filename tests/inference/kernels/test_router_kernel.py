@@ -29,10 +29,10 @@ def test_equals_the_reference(kernel_device, num_tokens, hidden, num_experts, to
     assert found[1].dtype == torch.int32
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 5])
-def test_any_split_of_the_hidden_size_gives_the_choice(kernel_device, num_splits):
+@pytest.mark.parametrize("max_few", [0, 128])
+def test_few_and_many_tokens_give_the_choice(kernel_device, max_few):
     x, weight, bias = make(9, 150, 6, torch.float32, kernel_device)
-    found = kernel.router(x, weight, bias, 2, 1.0, None, num_splits=num_splits)
+    found = kernel.router(x, weight, bias, 2, 1.0, None, max_few=max_few)
     agree(found, reference.router(x, weight, bias, 2, 1.0, None))
 
 

@@ -1,0 +1,257 @@
+"""Shared pages of groups on Hopper: one warp fetches them, two warpgroups multiply and take turns.
+
+Does what `shared_kernel` does, written in Gluon as `prefill_hopper_kernel` is, with its steps: the
+rows are query heads of several requests instead of tokens, and every row sees every key. A program
+stays on its multiprocessor and takes one tile of 128 rows and one unit of pages after the other.
+"""
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from inference.kernels.decode_plan import SHARED_ROWS
+from inference.kernels.merge_kernel import launch_options, wait_at_end
+from inference.kernels.paged_attention.prefill_hopper_kernel import (
+    HEAD_DIM,
+    NEG_INF,
+    PAGE_SIZE,
+    ROWS,
+    _await,
+    _fetch,
+    _release,
+    _ring,
+    _softmax,
+    _start_scores,
+    _step,
+)
+from inference.kernels.paging import LayerPages, PagedBatch
+
+
+@gluon.jit
+def _unit(
+    i_item, shared_ptr, TILE: gl.constexpr, TILES: gl.constexpr, K: gl.constexpr,
+    PER_REQUEST: gl.constexpr,
+):  # fmt: skip
+    """(unit, KV head, first row, first request, rows, first page, pages) of a work item."""
+    i_x = i_item // (TILES * K)
+    p_unit = shared_ptr + i_x * 4
+    first_row = i_item % TILES * TILE
+    num_rows = gl.load(p_unit + 1) * PER_REQUEST
+    num_pages = gl.where(first_row < num_rows, gl.load(p_unit + 3), 0)
+    i_kv = i_item // TILES % K
+    return i_x, i_kv, first_row, gl.load(p_unit), num_rows, gl.load(p_unit + 2), num_pages
+
+
+@gluon.jit
+def _produce(
+    k_desc, v_desc, keys, values, shared_ptr, table_ptr, stride_table, num_items,
+    TILE: gl.constexpr, TILES: gl.constexpr, K: gl.constexpr, PER_REQUEST: gl.constexpr,
+):  # fmt: skip
+    PAGE: gl.constexpr = keys[0].shape[1]
+    i_use = 0
+    for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        _x, i_kv, _first_row, request, _rows, first_page, num_pages = _unit(
+            i_item, shared_ptr, TILE, TILES, K, PER_REQUEST
+        )
+        p_table = table_ptr + request.to(gl.int64) * stride_table + first_page
+        before = 0
+        # Keys run one page ahead of values, as the products do.
+        for j in range(num_pages):
+            place = (gl.load(p_table + j) * K + i_kv) * PAGE
+            _fetch(k_desc, place, keys, i_use + j)
+            if j > 0:
+                _fetch(v_desc, before, values, i_use + j - 1)
+            before = place
+        if num_pages > 0:
+            _fetch(v_desc, before, values, i_use + num_pages - 1)
+        i_use += num_pages
+
+
+@gluon.jit
+def _attend(
+    b_acc, b_max, b_sum, b_q, keys, values, turn, i_use, num_pages, scale_log2, w: gl.constexpr
+):
+    """(output, maximum, sum of weights) over the pages of a unit, the first of them use `i_use`."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, b_acc.type.layout, 2)
+    b_s = _start_scores(b_q, _await(keys, i_use), turn, i_use, w, True)
+    mbarrier.arrive(turn.index(1 - w))
+    b_s = warpgroup_mma_wait(0, deps=(b_s,))
+    _release(keys, i_use)
+    b_x, b_max, b_sum, _b_alpha = _softmax(b_s, b_max, b_sum, scale_log2, 0, b_max, False)
+    _await(keys, i_use + 1, pred=num_pages > 1)
+    b_p = gl.convert_layout(b_x.to(keys[0].dtype), operand)
+    for j in range(1, num_pages):
+        b_acc, b_p, b_max, b_sum = _step(
+            b_acc, b_p, b_max, b_sum, b_q, keys, values, turn, i_use + j, 0, j + 1 < num_pages,
+            b_max, scale_log2, w, True, False,
+        )  # fmt: skip
+    b_v = _await(values, i_use + num_pages - 1)
+    b_acc = warpgroup_mma(b_p, b_v, b_acc, is_async=True)
+    b_acc = warpgroup_mma_wait(0, deps=(b_acc,))
+    _release(values, i_use + num_pages - 1)
+    return b_acc, b_max, b_sum
+
+
+@gluon.jit
+def _consume(
+    w: gl.constexpr, q_ptr, q_smem, keys, values, turn, shared_ptr, part_ptr, lse_ptr, stride_qt,
+    stride_qh, num_items, scale_log2, TILES: gl.constexpr, K: gl.constexpr, G: gl.constexpr,
+    PER_REQUEST: gl.constexpr, MAX_ROWS: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = q_smem.shape[1]
+    D: gl.constexpr = q_smem.shape[2]
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    memory: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    i_use = 0
+    for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        i_x, i_kv, first_row, request, num_rows, _first, num_pages = _unit(
+            i_item, shared_ptr, 2 * ROWS, TILES, K, PER_REQUEST
+        )
+        if num_pages > 0:
+            # [ROWS, D]
+            o_m = first_row + w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, memory))
+            o_d = gl.arange(0, D, gl.SliceLayout(0, memory))
+            m_md = (o_m < num_rows)[:, None] & (o_d >= 0)[None, :]
+            o_t = request * (PER_REQUEST // G) + o_m // G
+            p_row = q_ptr + o_t.to(gl.int64) * stride_qt + (i_kv * G + o_m % G) * stride_qh
+            q_smem.index(w).store(gl.load(p_row[:, None] + o_d[None, :], mask=m_md, other=0.0))
+            fence_async_shared()
+
+            b_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, mma))
+            b_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, mma))
+            b_acc = gl.zeros([ROWS, D], gl.float32, mma)
+            b_acc, b_max, b_sum = _attend(
+                b_acc, b_max, b_sum, q_smem.index(w), keys, values, turn, i_use, num_pages,
+                scale_log2, w,
+            )  # fmt: skip
+            i_use += num_pages
+
+            first_part = (i_x.to(gl.int64) * K + i_kv) * MAX_ROWS
+            b_o = (b_acc / b_sum[:, None]).to(part_ptr.dtype.element_ty)
+            b_o = gl.convert_layout(b_o, memory)
+            p_part = part_ptr + (first_part + o_m) * D
+            gl.store(p_part[:, None] + o_d[None, :], b_o, mask=m_md)
+            o_l = first_row + w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, mma))
+            b_lse = b_max + gl.log2(b_sum)
+            gl.store(lse_ptr + first_part + o_l, b_lse, mask=o_l < num_rows)
+
+
+@gluon.jit
+def _attend_shared_hopper(
+    q_ptr,
+    k_desc,
+    v_desc,
+    shared_ptr,
+    table_ptr,
+    part_ptr,
+    lse_ptr,
+    scale_log2,
+    stride_qt,
+    stride_qh,
+    stride_table,
+    num_items,
+    TILES: gl.constexpr,
+    K: gl.constexpr,
+    G: gl.constexpr,
+    PER_REQUEST: gl.constexpr,
+    MAX_ROWS: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    layout: gl.constexpr = k_desc.layout
+    q_smem = gl.allocate_shared_memory(k_desc.dtype, [2, ROWS, k_desc.block_type.shape[1]], layout)
+    keys = _ring(k_desc, STAGES, 2)
+    values = _ring(v_desc, STAGES, 2)
+    # Whose turn at the tensor cores it is.
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume, (0, q_ptr, q_smem, keys, values, turn, shared_ptr, part_ptr, lse_ptr,
+                        stride_qt, stride_qh, num_items, scale_log2, TILES, K, G, PER_REQUEST,
+                        MAX_ROWS)),
+            (_consume, (1, q_ptr, q_smem, keys, values, turn, shared_ptr, part_ptr, lse_ptr,
+                        stride_qt, stride_qh, num_items, scale_log2, TILES, K, G, PER_REQUEST,
+                        MAX_ROWS)),
+            (_produce, (k_desc, v_desc, keys, values, shared_ptr, table_ptr, stride_table,
+                        num_items, 2 * ROWS, TILES, K, PER_REQUEST)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+    wait_at_end(True)
+
+
+def serves(q_THD: Tensor, pages: LayerPages) -> bool:
+    """Whether these shapes and dtypes are the ones this kernel is made for."""
+    return (
+        q_THD.is_cuda
+        and torch.cuda.get_device_capability(q_THD.device)[0] == 9
+        and q_THD.dtype in (torch.bfloat16, torch.float16)
+        and q_THD.dtype == pages.k_pages.dtype == pages.v_pages.dtype
+        and q_THD.stride(2) == 1
+        and pages.k_pages.shape[2:] == (PAGE_SIZE, HEAD_DIM)
+        and pages.k_pages.is_contiguous()
+        and pages.v_pages.is_contiguous()
+    )
+
+
+def attend_shared(
+    q_THD: Tensor,
+    pages: LayerPages,
+    batch: PagedBatch,
+    scale: float,
+    part_XKMD: Tensor,
+    lse_XKM: Tensor,
+) -> None:
+    """As `shared_kernel.attend_shared`."""
+    assert batch.plan is not None, "paged_attention_decode checks it"
+    units = batch.plan.dense
+    num_kv_heads = pages.k_pages.shape[1]
+    group = q_THD.shape[1] // num_kv_heads
+    per_request = batch.decode_query_len * group
+    tiles = triton.cdiv(SHARED_ROWS * per_request, 2 * ROWS)
+    num_items = units.shared_X4.shape[0] * num_kv_heads * tiles
+    num_sms = torch.cuda.get_device_properties(q_THD.device).multi_processor_count
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    k_desc, v_desc = (
+        TensorDescriptor.from_tensor(part.view(-1, HEAD_DIM), [PAGE_SIZE, HEAD_DIM], layout)
+        for part in (pages.k_pages, pages.v_pages)
+    )
+    _attend_shared_hopper[(min(num_sms, num_items),)](
+        q_THD,
+        k_desc,
+        v_desc,
+        units.shared_X4,
+        batch.page_table_RN,
+        part_XKMD,
+        lse_XKM,
+        scale * math.log2(math.e),
+        *q_THD.stride()[:2],
+        batch.page_table_RN.stride(0),
+        num_items,
+        TILES=tiles,
+        K=num_kv_heads,
+        G=group,
+        PER_REQUEST=per_request,
+        MAX_ROWS=SHARED_ROWS * per_request,
+        ROWS=ROWS,
+        STAGES=2,
+        REGISTERS=240,
+        num_warps=4,
+        **launch_options(is_cuda=True),
+    )

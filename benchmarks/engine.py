@@ -7,8 +7,10 @@ slices in the same command (in processes of its own, one after the other).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -191,12 +193,23 @@ SLICES: dict[str, tuple[int, Callable[[M3Driver, Recorder, bool], None]]] = {
 
 
 def run_peer(name: str, site: Path, seconds: float) -> dict[str, list[float]]:
-    """Times of vLLM by case; what it could not do is missing."""
+    """Times of vLLM by case; what it could not do in `seconds` is missing."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
         env = os.environ | {"PYTHONPATH": os.pathsep.join([".", str(site)])}
         command = [sys.executable, "-m", "benchmarks.vllm_engine", name, str(out)]
-        subprocess.run([*command, "--seconds", str(seconds)], env=env, check=False)
+        # vLLM starts processes of its own: a session of theirs is ended as a whole.
+        peer = subprocess.Popen(
+            [*command, "--seconds", str(seconds)], env=env, start_new_session=True
+        )
+        try:
+            peer.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            print(f"vllm {name}: stopped after {seconds:.0f} s", flush=True)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(peer.pid, signal.SIGKILL)
+            peer.wait()
         return json.loads(out.read_text()) if out.exists() else {}
 
 
@@ -204,7 +217,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer", choices=("vllm",))
     parser.add_argument("--peer-site", type=Path, help="folder with the peer's packages")
-    parser.add_argument("--peer-seconds", type=float, default=200.0)
+    parser.add_argument("--peer-seconds", type=float, default=300.0, help="most of each slice")
     parser.add_argument("--slices", nargs="+", choices=SLICES, default=list(SLICES))
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.harness import Bench, K, Pool, floor_us, relative_error, time_graph
-from benchmarks.kernels.sparse_decode import KV, PAGE, SCALE, D, H, decode_batch
+from benchmarks.kernels.sparse_decode import (
+    KV,
+    PAGE,
+    SCALE,
+    D,
+    H,
+    Peer,
+    decode_batch,
+    find_peer,
+    measure_peer,
+)
 from inference.kernels.decode_plan import DecodePlan, plan_units
 from inference.kernels.paged_attention import paged_attention, reference
-from inference.kernels.paged_attention.decode_kernel import num_workers
+from inference.kernels.paged_attention.decode_kernel import num_shared_workers, num_workers
 from inference.kernels.paging import LayerPages, PagedBatch
 
 NUM_PAGES = 65536
@@ -27,7 +38,7 @@ def run(bench: Bench) -> None:
     pool = Pool(NUM_PAGES)
     shape = (NUM_PAGES, KV, PAGE, D)
     pages = LayerPages(pool.normal(*shape), pool.normal(*shape), None)
-    peer = fa3(bench, pages)
+    peer = find_peer(bench, fa3, pages)
     for rows, length, label in (
         (1, 4, "4K"),
         (1, 32, "32K"),
@@ -41,7 +52,12 @@ def run(bench: Bench) -> None:
         name = f"b{rows}@{label}"
         batches = functools.partial(_alone, pool, rows, length * K)
         bench.case(name, functools.partial(_case, bench, name, pool, pages, peer, batches))
-    for groups, length, label in ((1, 32, "32K"), (8, 32, "32K"), (1, 128, "128K")):
+    for groups, length, label in (
+        (1, 32, "32K"),
+        (8, 32, "32K"),
+        (1, 128, "128K"),
+        (4, 128, "128K"),
+    ):
         name = f"{GROUP}x{groups}@{label} groups"
         batches = functools.partial(_grouped, pool, groups, length * K)
         bench.case(name, functools.partial(_case, bench, name, pool, pages, peer, batches))
@@ -52,8 +68,14 @@ def dense_plan(
 ) -> DecodePlan:
     """The plan an engine makes; groups are (bounds, pages shared by each)."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    bounds = (None, None) if groups is None else groups
-    units = plan_units(num_pages_R, *bounds, num_workers(num_sms, KV)).to("cuda")
+    bounds, shared_pages = (None, None) if groups is None else groups
+    units = plan_units(
+        num_pages_R,
+        bounds,
+        shared_pages,
+        num_workers(num_sms, KV),
+        num_shared_workers=num_shared_workers(num_sms, KV),
+    ).to("cuda")
     return DecodePlan(index=units, dense=units)
 
 
@@ -92,7 +114,7 @@ def _case(
     name: str,
     pool: Pool,
     pages: LayerPages,
-    peer: tuple[str, Any] | None,
+    peer: Peer | None,
     make_batches: Any,
 ) -> None:
     batches = make_batches()
@@ -103,35 +125,28 @@ def _case(
         for q, (batch, _) in zip(queries, batches, strict=True)
     ]
     found = calls[0]()
-    errors, tolerance = {}, {"vs reference": 6e-3, "vs peer": 1e-2}
-    if context <= 128 * K:
-        # A few rows are enough, in FP32.
-        rows = [0, num_rows - 1]
-        few = decode_batch(batches[0][0].page_table_RN[rows], context)
-        expected = reference.paged_attention(queries[0][rows].float(), pages, few, SCALE)
-        errors["vs reference"] = relative_error(found[rows], expected)
+    # A few rows are enough, in FP32.
+    rows = [0, num_rows - 1]
+    few = decode_batch(batches[0][0].page_table_RN[rows], context)
+    expected = reference.paged_attention(queries[0][rows].float(), pages, few, SCALE)
+    errors = {"vs reference": relative_error(found[rows], expected)}
     timing = time_graph(calls)
-    peer_us = None
-    if peer is not None:
-        peer_calls = [peer[1](q, batch) for q, (batch, _) in zip(queries, batches, strict=True)]
-        errors["vs peer"] = relative_error(found, peer_calls[0]())
-        peer_us = (peer[0], time_graph(peer_calls, reps=9).us)
-    elif not errors:
-        errors["vs reference"] = float(found.isnan().any())
+    arguments = [(q, batch) for q, (batch, _) in zip(queries, batches, strict=True)]
+    peer_us, peer_errors = measure_peer(bench, name, peer, found, arguments, reps=9)
     flop = 4.0 * num_rows * H * context * D
     bench.record(
         "dense_group_decode",
         name,
         timing,
-        correct=errors,
-        tolerance=tolerance,
+        correct=errors | peer_errors,
+        tolerance={"vs reference": 6e-3, "vs peer": 1e-2},
         floor=floor_us(batches[0][1] + num_rows * H * D * 4, flop),
         peer=peer_us,
         value={"tflops": flop / timing.us / 1e6},
     )
 
 
-def fa3(bench: Bench, pages: LayerPages) -> tuple[str, Any] | None:
+def fa3(bench: Bench, pages: LayerPages) -> Peer | None:
     """FA3 as vLLM calls it in a decode graph, on a copy of `pages` in its layout."""
     if "vllm" not in bench.peers:
         return None
@@ -143,7 +158,7 @@ def fa3(bench: Bench, pages: LayerPages) -> tuple[str, Any] | None:
     kv[..., D:] = pages.v_pages.transpose(1, 2)
     k, v = kv[..., :D], kv[..., D:]
 
-    def make(q_THD: Tensor, batch: PagedBatch) -> Any:
+    def make(q_THD: Tensor, batch: PagedBatch) -> Callable[[], Tensor]:
         out, starts = torch.empty_like(q_THD), batch.query_start_R1
         metadata = get_scheduler_metadata(
             batch_size=batch.num_decodes,

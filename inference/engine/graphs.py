@@ -109,9 +109,7 @@ class DecodeGraphs:
         """The inputs of a step padded to `size` rows, its plan, whether requests share pages."""
         rows_R, num_padding = schedule.rows_R, size - len(schedule.rows_R)
         step = step_arrays(rows, schedule)
-        plan = self._planner.plan(
-            rows, rows_R, step.seq_len_R, num_rows=size, capacity=self._capacity(size)
-        )
+        plan = self._planner.plan(rows, rows_R, step.seq_len_R, num_rows=size)
         shares = bool(plan.index.shared_X4[0, 3] or plan.dense.shared_X4[0, 3])
         if not shares:
             for units in (plan.index, plan.dense):
@@ -131,11 +129,6 @@ class DecodeGraphs:
             np.append(array, np.full(num_padding, fill, array.dtype)) for array, fill in values
         ]
         return [*padded, *plan.arrays], plan, shares
-
-    def _capacity(self, size: int) -> tuple[int, int]:
-        """Most units that the decodes of a step are ever cut into."""
-        planner = self._planner
-        return max(planner.index_workers, size), max(planner.dense_workers, size)
 
     def _update_tables(self, rows: RunningRows) -> None:
         """Bring the page tables on the device up to date."""

@@ -32,11 +32,20 @@ class HostPlan:
         return DecodePlan(WorkUnits(*tensors[:4]), WorkUnits(*tensors[4:8]))
 
 
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How many units a kind of kernel wants."""
+
+    own: int
+    shared: int
+    """Of the launch over pages that requests share."""
+
+
 class DecodePlanner:
     """Plans the decodes of each step; who shares is found anew only when the rows change."""
 
-    def __init__(self, page_size: int, index_workers: int, dense_workers: int) -> None:
-        self.index_workers, self.dense_workers = index_workers, dense_workers
+    def __init__(self, page_size: int, index: Workers, dense: Workers) -> None:
+        self._workers = (index, dense)
         self._page_size = page_size
         self._key = b""
         self._groups: tuple[np.ndarray, np.ndarray] | None = None
@@ -48,17 +57,27 @@ class DecodePlanner:
         seq_len_R: np.ndarray,
         *,
         num_rows: int | None = None,
-        capacity: tuple[int, int] | None = None,
     ) -> HostPlan:
-        """Units for the decodes in `rows_R`, padded to `num_rows` decodes and `capacity` units."""
+        """Units for the decodes in `rows_R`.
+
+        With `num_rows` all arrays have the shapes that any plan of so many rows fits in, for a
+        captured step.
+        """
         num_pages_R = -(-seq_len_R[: len(rows_R)].astype(np.int64) // self._page_size)
         if num_rows is not None:
             num_pages_R = np.append(num_pages_R, np.zeros(num_rows - len(rows_R), np.int64))
         start_G1, shared_G = self.groups(rows, rows_R) or (None, None)
-        workers = (self.index_workers, self.dense_workers)
         units = [
-            plan_units(num_pages_R, start_G1, shared_G, count, capacity=most if capacity else None)
-            for count, most in zip(workers, capacity or workers, strict=True)
+            plan_units(
+                num_pages_R,
+                start_G1,
+                shared_G,
+                workers.own,
+                num_shared_workers=workers.shared,
+                capacity=None if num_rows is None else max(workers.own, num_rows),
+                shared_capacity=None if num_rows is None else max(workers.shared, num_rows),
+            )
+            for workers in self._workers
         ]
         return HostPlan(*units)
 

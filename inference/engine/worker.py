@@ -13,7 +13,7 @@ from inference.engine.graphs import DecodeGraphs
 from inference.engine.rows import PENDING, RunningRows
 from inference.engine.sampler import PendingSample, pack, sample
 from inference.engine.scheduler import Schedule
-from inference.engine.sharing import DecodePlanner
+from inference.engine.sharing import DecodePlanner, Workers
 from inference.engine.staging import Staging
 from inference.kernels.paging import LayerPages
 from inference.kernels.tensor_hash import tensor_hash
@@ -140,10 +140,17 @@ def _make_planner(model: ModelConfig, page_size: int, device: torch.device) -> D
     from inference.kernels.paged_attention import decode_kernel as dense_kernel
 
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_kv_heads = model.num_key_value_heads
+    index = index_kernel.num_workers(num_sms)
     return DecodePlanner(
         page_size,
-        index_kernel.num_workers(num_sms),
-        dense_kernel.num_workers(num_sms, model.num_key_value_heads),
+        Workers(index, index),
+        Workers(
+            dense_kernel.num_workers(num_sms, num_kv_heads),
+            dense_kernel.num_shared_workers(
+                num_sms, num_kv_heads, model.num_attention_heads // num_kv_heads
+            ),
+        ),
     )
 
 

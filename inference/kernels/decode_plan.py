@@ -68,7 +68,9 @@ def plan_units(
     shared_pages_G: np.ndarray | None,
     num_workers: int,
     *,
+    num_shared_workers: int | None = None,
     capacity: int | None = None,
+    shared_capacity: int | None = None,
 ) -> HostUnits:
     """Cut the pages of each decode into units of nearly equal size.
 
@@ -78,8 +80,9 @@ def plan_units(
         shared_pages_G: [G] leading pages that all decodes of the group have in common, and that
             all their query tokens see whole.
         num_workers: how many units the launch wants; never fewer units than decodes with pages.
-        capacity: exact number of own units, and of shared ones, for a captured launch; None takes
-            as many as are needed (and no shared ones if nothing is shared).
+        num_shared_workers: the same for the launch over shared pages; None: `num_workers`.
+        capacity: exact number of own units for a captured launch; None takes as many as needed.
+        shared_capacity: the same for shared units (None: none if nothing is shared).
     """
     num_rows = len(num_pages_R)
     parts_P3 = _sharing_parts(group_start_G1, shared_pages_G)
@@ -93,7 +96,7 @@ def plan_units(
 
     own_UX, own_start_R1 = _cut(num_pages_R - first_R, num_workers)
     own_U3 = np.stack([own_UX[:, 0], own_UX[:, 1] + first_R[own_UX[:, 0]], own_UX[:, 2]], 1)
-    shared_UX, shared_start_P1 = _cut(size_P, num_workers)
+    shared_UX, shared_start_P1 = _cut(size_P, num_shared_workers or num_workers)
     part_X = shared_UX[:, 0]
     shared_X4 = np.concatenate([parts_P3[part_X, :2], shared_UX[:, 1:]], 1)
     shared_R3[row_Y, 0] = np.repeat(shared_start_P1[:-1], count_P)
@@ -102,7 +105,7 @@ def plan_units(
     return HostUnits(
         _padded(own_U3, capacity),
         own_start_R1.astype(np.int32),
-        _padded(shared_X4, capacity),
+        _padded(shared_X4, shared_capacity),
         shared_R3,
     )
 

@@ -12,8 +12,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MIN_MAX = tl.constexpr(-1e30)
 """Where running maxima start."""
-PART_TYPE = torch.float32
-"""Of the outputs that are merged."""
 LOG2_E = 1.4426950408889634
 
 
@@ -59,52 +57,6 @@ def begin_last(PDL: tl.constexpr):
 
 
 @triton.jit
-def fetch_ahead(p_first, num_bytes, is_wanted):
-    """Start to move `num_bytes` (a multiple of 16) from p_first (aligned as much) on into L2.
-
-    Only a hint, and right even where a kernel still writes there: what is in L2 stays coherent.
-    """
-    tl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred is_wanted;
-        .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.ne.u32 is_wanted, $3, 0;
-        setp.eq.and.u32 is_wanted, thread, 0, is_wanted;
-        @is_wanted cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r,r",
-        args=[p_first, num_bytes, is_wanted.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def fetch_lines_ahead(b_p, m_p):
-    """`fetch_ahead` of the 128 bytes at each of the addresses b_p where m_p holds."""
-    tl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred is_wanted;
-        setp.ne.u32 is_wanted, $2, 0;
-        @is_wanted prefetch.global.L2 [$1];
-        mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        args=[b_p, m_p.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def wait_at_end(PDL: tl.constexpr):
     """For a kernel that reads nothing of the one before it: it ends no earlier than that one."""
     if PDL:
@@ -114,35 +66,32 @@ def wait_at_end(PDL: tl.constexpr):
 
 @triton.jit
 def attend_tile(
-    b_q, b_k, b_v, m_visible, b_m, b_l, b_acc, scale, TYPE: tl.constexpr, KEYS_FIRST: tl.constexpr
+    b_q,
+    b_k,
+    b_v,
+    m_visible,
+    b_m,
+    b_l,
+    b_acc,
+    scale,
+    TYPE: tl.constexpr,
+    KEYS_FIRST: tl.constexpr = False,
 ):
-    """Add one tile of keys to (maximum b_m [M], weights b_l, output b_acc).
+    """Add one tile of keys to (maximum b_m [M], weights b_l [M, N], output b_acc [M, D]).
 
-    Rows first: b_q [M, D], b_l [M, N], b_acc [M, D]. Keys first (the tensor cores' long side is the
-    keys): b_q [D, M], b_l [N, M], b_acc [D, M]. b_l is summed over keys only at the end.
+    b_l is summed over keys only at the end.
     """
     b_k = b_k.to(TYPE)
     b_v = b_v.to(TYPE)
-    if KEYS_FIRST:
-        # [N, M]
-        b_s = tl.dot(b_k, b_q, input_precision="ieee") * scale
-        b_s = tl.where(m_visible, b_s, float("-inf"))
-        b_max = tl.maximum(b_m, tl.max(b_s, 0))
-        b_p = tl.exp2(b_s - b_max[None, :])
-        b_decay = tl.exp2(b_m - b_max)
-        b_l = b_l * b_decay[None, :] + b_p
-        b_acc = b_acc * b_decay[None, :]
-        b_acc = tl.dot(tl.trans(b_v), b_p.to(TYPE), acc=b_acc, input_precision="ieee")
-    else:
-        # [M, N]
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
-        b_s = tl.where(m_visible, b_s, float("-inf"))
-        b_max = tl.maximum(b_m, tl.max(b_s, 1))
-        b_p = tl.exp2(b_s - b_max[:, None])
-        b_decay = tl.exp2(b_m - b_max)
-        b_l = b_l * b_decay[:, None] + b_p
-        b_acc = b_acc * b_decay[:, None]
-        b_acc = tl.dot(b_p.to(TYPE), b_v, acc=b_acc, input_precision="ieee")
+    # [M, N]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+    b_s = tl.where(m_visible, b_s, float("-inf"))
+    b_max = tl.maximum(b_m, tl.max(b_s, 1))
+    b_p = tl.exp2(b_s - b_max[:, None])
+    b_decay = tl.exp2(b_m - b_max)
+    b_l = b_l * b_decay[:, None] + b_p
+    b_acc = b_acc * b_decay[:, None]
+    b_acc = tl.dot(b_p.to(TYPE), b_v, acc=b_acc, input_precision="ieee")
     return b_max, b_l, b_acc
 
 
@@ -169,9 +118,7 @@ def _halves_of_pairs(b_x):
 
 
 @triton.jit
-def attend_pairs(
-    b_q0, b_q1, b_k, b_v, m_visible, b_m, b_l, b_acc0, b_acc1, scale, KEYS_FIRST: tl.constexpr
-):
+def attend_pairs(b_q0, b_q1, b_k, b_v, m_visible, b_m, b_l, b_acc0, b_acc1, scale):
     """`attend_tile` where b_k and b_v hold pairs of FP8 values in int16: [N, D / 2].
 
     A pair is moved through shared memory as one 16-bit value, which the tensor cores' loads can
@@ -179,52 +126,32 @@ def attend_pairs(
     """
     b_k0, b_k1 = _halves_of_pairs(b_k)
     b_v0, b_v1 = _halves_of_pairs(b_v)
-    if KEYS_FIRST:
-        b_s = tl.dot(b_k0, b_q0)
-        b_s = tl.dot(b_k1, b_q1, acc=b_s) * scale
-        b_s = tl.where(m_visible, b_s, float("-inf"))
-        b_max = tl.maximum(b_m, tl.max(b_s, 0))
-        b_p = tl.exp2(b_s - b_max[None, :])
-        b_decay = tl.exp2(b_m - b_max)
-        b_l = b_l * b_decay[None, :] + b_p
-        b_p = b_p.to(tl.float16)
-        b_acc0 = tl.dot(tl.trans(b_v0), b_p, acc=b_acc0 * b_decay[None, :])
-        b_acc1 = tl.dot(tl.trans(b_v1), b_p, acc=b_acc1 * b_decay[None, :])
-    else:
-        b_s = tl.dot(b_q0, tl.trans(b_k0))
-        b_s = tl.dot(b_q1, tl.trans(b_k1), acc=b_s) * scale
-        b_s = tl.where(m_visible, b_s, float("-inf"))
-        b_max = tl.maximum(b_m, tl.max(b_s, 1))
-        b_p = tl.exp2(b_s - b_max[:, None])
-        b_decay = tl.exp2(b_m - b_max)
-        b_l = b_l * b_decay[:, None] + b_p
-        b_p = b_p.to(tl.float16)
-        b_acc0 = tl.dot(b_p, b_v0, acc=b_acc0 * b_decay[:, None])
-        b_acc1 = tl.dot(b_p, b_v1, acc=b_acc1 * b_decay[:, None])
+    b_s = tl.dot(b_q0, tl.trans(b_k0))
+    b_s = tl.dot(b_q1, tl.trans(b_k1), acc=b_s) * scale
+    b_s = tl.where(m_visible, b_s, float("-inf"))
+    b_max = tl.maximum(b_m, tl.max(b_s, 1))
+    b_p = tl.exp2(b_s - b_max[:, None])
+    b_decay = tl.exp2(b_m - b_max)
+    b_l = b_l * b_decay[:, None] + b_p
+    b_p = b_p.to(tl.float16)
+    b_acc0 = tl.dot(b_p, b_v0, acc=b_acc0 * b_decay[:, None])
+    b_acc1 = tl.dot(b_p, b_v1, acc=b_acc1 * b_decay[:, None])
     return b_max, b_l, b_acc0, b_acc1
 
 
 @triton.jit
-def interleaved(b_acc0, b_acc1, KEYS_FIRST: tl.constexpr):
+def interleaved(b_acc0, b_acc1):
     """One output of the two of `attend_pairs`."""
-    b_acc = tl.join(b_acc0, b_acc1)
-    if KEYS_FIRST:
-        b_acc = tl.permute(b_acc, (0, 2, 1))
-        b_acc = tl.reshape(b_acc, (2 * b_acc0.shape[0], b_acc0.shape[1]))
-    else:
-        b_acc = tl.reshape(b_acc, (b_acc0.shape[0], 2 * b_acc0.shape[1]))
-    return b_acc
+    return tl.reshape(tl.join(b_acc0, b_acc1), (b_acc0.shape[0], 2 * b_acc0.shape[1]))
 
 
 @triton.jit
-def normalised(b_m, b_l, b_acc, KEYS_FIRST: tl.constexpr):
+def normalised(b_m, b_l, b_acc):
     """(output [M, D], log-sum-exp [M]) of what `attend_tile` has gathered."""
-    b_sum = tl.sum(b_l, 0 if KEYS_FIRST else 1)
+    b_sum = tl.sum(b_l, 1)
     b_safe = tl.where(b_sum > 0, b_sum, 1.0)
-    b_inverse = 1.0 / b_safe
     b_lse = tl.where(b_sum > 0, b_m + tl.log2(b_safe), float("-inf"))
-    b_o = tl.trans(b_acc * b_inverse[None, :]) if KEYS_FIRST else b_acc * b_inverse[:, None]
-    return b_o, b_lse
+    return b_acc * (1.0 / b_safe)[:, None], b_lse
 
 
 @triton.jit

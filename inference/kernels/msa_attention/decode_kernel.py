@@ -17,14 +17,11 @@ from torch import Tensor
 from inference.kernels.merge_kernel import (
     LOG2_E,
     MIN_MAX,
-    PART_TYPE,
     as_pairs,
     attend_pairs,
     attend_tile,
     begin_dependent,
     begin_last,
-    fetch_ahead,
-    fetch_lines_ahead,
     interleaved,
     launch_options,
     merge_parts,
@@ -32,11 +29,6 @@ from inference.kernels.merge_kernel import (
     product_type,
 )
 from inference.kernels.paging import LayerPages, PagedBatch
-
-FETCH_AHEAD = 2
-MERGE_WARPS = 0
-USE_CLUSTERS = False
-"""Run the Gluon kernel where it serves the shapes and tasks are split."""
 
 
 class Launch(NamedTuple):
@@ -48,8 +40,6 @@ class Launch(NamedTuple):
     """Keys a step."""
     num_warps: int
     num_stages: int
-    keys_first: bool = False
-    """Keys are the long side of the tensor cores' tiles, not the query heads."""
 
 
 def msa_attention_decode(
@@ -68,20 +58,11 @@ def msa_attention_decode(
     group = num_heads // num_kv_heads
     if launch is None:
         launch = choose_launch(num_tokens * num_kv_heads, topk, pages.k_pages, q_THD)
-        if USE_CLUSTERS and launch.split > 1 and q_THD.is_cuda:
-            from inference.kernels.msa_attention import cluster_kernel
-
-            if cluster_kernel.serves(q_THD, pages):
-                split, num_stages = launch.split, 2 if launch.split == 16 else 3
-                cluster_kernel.msa_attention_decode(
-                    q_THD, pages, blocks_TKB, batch, scale, out_THD, split, num_stages
-                )
-                return
     split, is_cuda = launch.split, q_THD.is_cuda
     part_TKXGD, lse_TKXG = out_THD, out_THD
     if split > 1:
         shape = (num_tokens, num_kv_heads, split, group)
-        part_TKXGD = torch.empty((*shape, head_dim), dtype=PART_TYPE, device=q_THD.device)
+        part_TKXGD = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_THD.device)
         lse_TKXG = torch.empty(shape, dtype=torch.float32, device=q_THD.device)
     k_pages, v_pages = as_pairs(q_THD, pages.k_pages), as_pairs(q_THD, pages.v_pages)
     is_pairs = k_pages is not None
@@ -106,7 +87,6 @@ def msa_attention_decode(
         blocks_TKB.stride(0),
         blocks_TKB.stride(1),
         batch.page_table_RN.stride(0),
-        batch.page_table_RN.shape[1],
         QUERY_LEN=batch.decode_query_len,
         K=num_kv_heads,
         G=group,
@@ -119,10 +99,8 @@ def msa_attention_decode(
         TILE=launch.tile,
         SPLIT=split,
         TYPE=product_type(q_THD, pages.k_pages),
-        KEYS_FIRST=launch.keys_first,
         PAIRS=is_pairs,
         PDL=is_cuda,
-        AHEAD=FETCH_AHEAD if is_cuda else 0,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         **launch_options(is_cuda),
@@ -140,7 +118,7 @@ def msa_attention_decode(
             SPLIT=split,
             SPLIT_PAD=triton.next_power_of_2(split),
             PDL=is_cuda,
-            num_warps=MERGE_WARPS or (4 if split > 8 else 1),
+            num_warps=1,
             **launch_options(is_cuda),
         )
 
@@ -148,25 +126,23 @@ def msa_attention_decode(
 def choose_launch(num_tasks: int, topk: int, k_pages: Tensor, q_THD: Tensor) -> Launch:
     """A launch that fills the GPU; only shapes decide, so that a captured call stays valid.
 
-    Measured on an H200 at 16 pages of 128 keys. Whole tasks want more keys under way; programs that
-    share one leave room on the multiprocessor for the next kernel's.
+    Measured on an H200 at 16 pages of 128 keys.
     """
     num_sms = 132
     if k_pages.is_cuda:
         num_sms = torch.cuda.get_device_properties(k_pages.device).multi_processor_count
-    page_size = k_pages.shape[2]
-    tile = min(64, max(16, triton.next_power_of_2(page_size)))
-    if q_THD.dtype == torch.float32:
-        tile = min(32, tile)
     split = 1
     while 2 * split <= topk and 2 * split * num_tasks <= num_sms:
         split *= 2
-    if k_pages.element_size() == 1:
-        if split > 1:
-            return Launch(min(2 * split, triton.next_power_of_2(topk)), tile, 4, num_stages=3)
-        if num_tasks <= num_sms and tile < page_size and q_THD.dtype != torch.float32:
-            return Launch(split, 2 * tile, num_warps=8, num_stages=4)
-    return Launch(split, tile, num_warps=4, num_stages=3 if split > 1 else 4)
+    page_size, is_low = k_pages.shape[2], k_pages.element_size() == 1
+    tile = min(64, max(16, triton.next_power_of_2(page_size)))
+    if q_THD.dtype == torch.float32:
+        tile = min(32, tile)
+    elif is_low and split == 1 and num_tasks <= num_sms and tile < page_size:
+        # One program a multiprocessor must keep as many bytes under way as two.
+        return Launch(split, 2 * tile, num_warps=8, num_stages=5)
+    is_short = split > (1 if is_low else 4)
+    return Launch(split, tile, num_warps=4, num_stages=3 if is_short else 4)
 
 
 @triton.jit
@@ -189,7 +165,6 @@ def _attend_chosen(
     stride_bt,
     stride_bk,
     stride_row,
-    num_columns,
     QUERY_LEN: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
@@ -202,10 +177,8 @@ def _attend_chosen(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     TYPE: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
     PAIRS: tl.constexpr,
     PDL: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     i_task = tl.program_id(0)
     i_split = tl.program_id(1)
@@ -218,17 +191,6 @@ def _attend_chosen(
     k_ptr += i_k.to(tl.int64) * stride_head
     v_ptr += i_k.to(tl.int64) * stride_head
     p_row = table_ptr + (i_t // QUERY_LEN).to(tl.int64) * stride_row
-    PAGE_BYTES: tl.constexpr = PAGE * C * k_ptr.dtype.element_ty.primitive_bitwidth // 8
-    if AHEAD > 0 and PAGE_BYTES % 16 == 0:
-        # While the kernel before this one ends: the page table and the page that is always chosen.
-        is_first = i_split == 0
-        newest = tl.minimum(tl.load(positions_ptr + i_t).to(tl.int32) // PAGE, num_columns - 1)
-        o_line = tl.arange(0, 128) * 32
-        fetch_lines_ahead(p_row + o_line, (o_line <= newest) & is_first)
-        if AHEAD > 1:
-            page = tl.load(p_row + newest).to(tl.int64)
-            fetch_ahead(k_ptr + page * stride_page, PAGE_BYTES, (page >= 0) & is_first)
-            fetch_ahead(v_ptr + page * stride_page, PAGE_BYTES, (page >= 0) & is_first)
     begin_dependent(PDL)
 
     # The chain before the first key: block ids, their pages, keys. [B_PAD]
@@ -260,13 +222,8 @@ def _attend_chosen(
         b_q, b_q1 = tl.split(tl.reshape(b_q, (G_PAD, C_PAD, 2)))
     else:
         b_q1 = b_q
-    if KEYS_FIRST:
-        b_q, b_q1 = tl.trans(b_q), tl.trans(b_q1)
-        b_l = tl.zeros([TILE, G_PAD], tl.float32)
-        b_acc = tl.zeros([C_PAD, G_PAD], tl.float32)
-    else:
-        b_l = tl.zeros([G_PAD, TILE], tl.float32)
-        b_acc = tl.zeros([G_PAD, C_PAD], tl.float32)
+    b_l = tl.zeros([G_PAD, TILE], tl.float32)
+    b_acc = tl.zeros([G_PAD, C_PAD], tl.float32)
     b_acc1 = b_acc
     for i in range(first, last):
         is_this = o_b == i // TILES
@@ -283,19 +240,17 @@ def _attend_chosen(
         o_tile = page * stride_page + offset * C
         b_k = tl.load(k_ptr + o_tile + o_nc, mask=m_nc, other=0.0)
         b_v = tl.load(v_ptr + o_tile + o_nc, mask=m_nc, other=0.0)
-        m_visible = m_n[:, None] if KEYS_FIRST else m_n[None, :]
+        m_visible = m_n[None, :]
         if PAIRS:
             b_m, b_l, b_acc, b_acc1 = attend_pairs(
-                b_q, b_q1, b_k, b_v, m_visible, b_m, b_l, b_acc, b_acc1, scale, KEYS_FIRST
+                b_q, b_q1, b_k, b_v, m_visible, b_m, b_l, b_acc, b_acc1, scale
             )
         else:
-            b_m, b_l, b_acc = attend_tile(
-                b_q, b_k, b_v, m_visible, b_m, b_l, b_acc, scale, TYPE, KEYS_FIRST
-            )
+            b_m, b_l, b_acc = attend_tile(b_q, b_k, b_v, m_visible, b_m, b_l, b_acc, scale, TYPE)
     if PAIRS:
-        b_acc = interleaved(b_acc, b_acc1, KEYS_FIRST)
+        b_acc = interleaved(b_acc, b_acc1)
 
-    b_o, b_lse = normalised(b_m, b_l, b_acc, KEYS_FIRST)
+    b_o, b_lse = normalised(b_m, b_l, b_acc)
     if SPLIT == 1:
         p_out = out_ptr + i_t.to(tl.int64) * stride_ot
         p_out += ((i_k * G + o_g) * D)[:, None] + o_d[None, :]
@@ -303,7 +258,7 @@ def _attend_chosen(
     else:
         o_part = (i_task.to(tl.int64) * SPLIT + i_split) * G + o_g
         p_part = part_ptr + o_part[:, None] * D + o_d[None, :]
-        tl.store(p_part, b_o.to(part_ptr.dtype.element_ty), mask=m_gd)
+        tl.store(p_part, b_o, mask=m_gd)
         tl.store(lse_ptr + o_part, b_lse, mask=o_g < G)
 
 

@@ -23,13 +23,11 @@ from inference.kernels.decode_plan import SHARED_ROWS
 from inference.kernels.merge_kernel import (
     LOG2_E,
     MIN_MAX,
-    PART_TYPE,
     as_pairs,
     attend_pairs,
     attend_tile,
     begin_dependent,
     begin_last,
-    fetch_ahead,
     interleaved,
     launch_options,
     merge_parts,
@@ -38,9 +36,6 @@ from inference.kernels.merge_kernel import (
 )
 from inference.kernels.paged_attention.shared_kernel import SharedLaunch, attend_shared
 from inference.kernels.paging import LayerPages, PagedBatch
-
-FETCH_AHEAD = True
-MERGE = (32, 4)
 
 
 class Launch(NamedTuple):
@@ -52,13 +47,19 @@ class Launch(NamedTuple):
     """Keys a step."""
     num_warps: int
     num_stages: int
-    keys_first: bool = False
-    """Keys are the long side of the tensor cores' tiles, not the query heads."""
 
 
 def num_workers(num_sms: int, num_kv_heads: int) -> int:
-    """How many units `DecodePlan.dense` should aim at; the kernel may cut each once more."""
+    """How many own units `DecodePlan.dense` should aim at; the kernel may cut each once more."""
     return max(1, num_sms // num_kv_heads)
+
+
+def num_shared_workers(num_sms: int, num_kv_heads: int, group: int = 16) -> int:
+    """How many shared units it should aim at: each multiprocessor takes 128 rows of one.
+
+    More units would only be more parts to merge. `group` is the query heads a KV head.
+    """
+    return max(1, num_sms // (num_kv_heads * triton.cdiv(SHARED_ROWS * group, 128)))
 
 
 def paged_attention_decode(
@@ -87,9 +88,9 @@ def paged_attention_decode(
     is_cuda, device = q_THD.is_cuda, q_THD.device
     own_shape = (num_own * own.split, num_kv_heads, own_rows)
     shared_shape = (num_shared, num_kv_heads, shared_rows)
-    own_part = torch.empty((*own_shape, head_dim), dtype=PART_TYPE, device=device)
+    own_part = torch.empty((*own_shape, head_dim), dtype=torch.float32, device=device)
     own_lse = torch.empty(own_shape, dtype=torch.float32, device=device)
-    shared_part = torch.empty((*shared_shape, head_dim), dtype=PART_TYPE, device=device)
+    shared_part = torch.empty((*shared_shape, head_dim), dtype=torch.float32, device=device)
     shared_lse = torch.empty(shared_shape, dtype=torch.float32, device=device)
     shapes = {
         "QUERY_LEN": query_len,
@@ -122,9 +123,7 @@ def paged_attention_decode(
         ROWS_PAD=max(16, triton.next_power_of_2(own_rows)),
         TILE=own.tile,
         SPLIT=own.split,
-        KEYS_FIRST=own.keys_first,
         PAIRS=is_pairs,
-        AHEAD=is_cuda and FETCH_AHEAD,
         **shapes,
         num_warps=own.num_warps,
         num_stages=own.num_stages,
@@ -149,9 +148,9 @@ def paged_attention_decode(
         MAX_ROWS=shared_rows,
         SPLIT=own.split,
         HAS_SHARED=num_shared > 0,
-        PARTS=MERGE[0],
+        PARTS=32,
         PDL=is_cuda,
-        num_warps=MERGE[1],
+        num_warps=1,
         **launch_options(is_cuda),
     )
 
@@ -196,9 +195,7 @@ def _attend_own(
     ROWS_PAD: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
     PAIRS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     i_u = tl.program_id(0)
     i_k = tl.program_id(1)
@@ -219,11 +216,6 @@ def _attend_own(
     p_table = table_ptr + row.to(tl.int64) * stride_row + first_page
     # The page of the next tile is looked up while this one is under way.
     page = tl.load(p_table + first // TILES, mask=first < last, other=0)
-    PAGE_BYTES: tl.constexpr = PAGE * C * k_ptr.dtype.element_ty.primitive_bitwidth // 8
-    if AHEAD and PAGE_BYTES % 16 == 0:
-        o_page = page.to(tl.int64) * stride_page
-        fetch_ahead(k_ptr + o_page, PAGE_BYTES, first < last)
-        fetch_ahead(v_ptr + o_page, PAGE_BYTES, first < last)
     begin_dependent(PDL)
     if num_tiles == 0:
         return
@@ -249,13 +241,8 @@ def _attend_own(
         b_q, b_q1 = tl.split(tl.reshape(b_q, (ROWS_PAD, C_PAD, 2)))
     else:
         b_q1 = b_q
-    if KEYS_FIRST:
-        b_q, b_q1 = tl.trans(b_q), tl.trans(b_q1)
-        b_l = tl.zeros([TILE, ROWS_PAD], tl.float32)
-        b_acc = tl.zeros([C_PAD, ROWS_PAD], tl.float32)
-    else:
-        b_l = tl.zeros([ROWS_PAD, TILE], tl.float32)
-        b_acc = tl.zeros([ROWS_PAD, C_PAD], tl.float32)
+    b_l = tl.zeros([ROWS_PAD, TILE], tl.float32)
+    b_acc = tl.zeros([ROWS_PAD, C_PAD], tl.float32)
     b_acc1 = b_acc
     for i in range(first, last):
         offset = (i % TILES) * TILE
@@ -271,25 +258,20 @@ def _attend_own(
         b_k = tl.load(k_ptr + o_tile + o_nc, mask=m_nc, other=0.0)
         b_v = tl.load(v_ptr + o_tile + o_nc, mask=m_nc, other=0.0)
         page = tl.load(p_table + (i + 1) // TILES, mask=i + 1 < last, other=0)
-        if KEYS_FIRST:
-            m_visible = m_n[:, None] & (o_key[:, None] < b_limit[None, :])
-        else:
-            m_visible = m_n[None, :] & (o_key[None, :] < b_limit[:, None])
+        m_visible = m_n[None, :] & (o_key[None, :] < b_limit[:, None])
         if PAIRS:
             b_m, b_l, b_acc, b_acc1 = attend_pairs(
-                b_q, b_q1, b_k, b_v, m_visible, b_m, b_l, b_acc, b_acc1, scale, KEYS_FIRST
+                b_q, b_q1, b_k, b_v, m_visible, b_m, b_l, b_acc, b_acc1, scale
             )
         else:
-            b_m, b_l, b_acc = attend_tile(
-                b_q, b_k, b_v, m_visible, b_m, b_l, b_acc, scale, TYPE, KEYS_FIRST
-            )
+            b_m, b_l, b_acc = attend_tile(b_q, b_k, b_v, m_visible, b_m, b_l, b_acc, scale, TYPE)
     if PAIRS:
-        b_acc = interleaved(b_acc, b_acc1, KEYS_FIRST)
+        b_acc = interleaved(b_acc, b_acc1)
 
-    b_o, b_lse = normalised(b_m, b_l, b_acc, KEYS_FIRST)
+    b_o, b_lse = normalised(b_m, b_l, b_acc)
     o_part = ((i_u * SPLIT + i_split).to(tl.int64) * K + i_k) * (QUERY_LEN * G) + o_m
     p_part = part_ptr + o_part[:, None] * D + o_d[None, :]
-    tl.store(p_part, b_o.to(part_ptr.dtype.element_ty), mask=m_md)
+    tl.store(p_part, b_o, mask=m_md)
     tl.store(lse_ptr + o_part, b_lse, mask=m_m)
 
 

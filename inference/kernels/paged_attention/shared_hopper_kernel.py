@@ -1,8 +1,9 @@
 """Shared pages of groups on Hopper: one warp fetches them, two warpgroups multiply and take turns.
 
-Does what `shared_kernel` does, written in Gluon as `prefill_hopper_kernel` is, with its steps: the
-rows are query heads of several requests instead of tokens, and every row sees every key. A program
-stays on its multiprocessor and takes one tile of 128 rows and one unit of pages after the other.
+Does what `shared_kernel` does, with the steps of `prefill_hopper_kernel`: the rows are query heads
+of several requests instead of tokens of one, and every row sees every key. A program stays on its
+multiprocessor and takes 128 rows of one unit and KV head after the other. Programs next to each
+other have the same pages, so that the second finds them in the L2 cache.
 """
 
 import math
@@ -29,6 +30,9 @@ from inference.kernels.paged_attention.prefill_hopper_kernel import (
     ROWS,
     _await,
     _fetch,
+    _item,
+    _num_multiprocessors,
+    _num_rounds,
     _release,
     _ring,
     _softmax,
@@ -37,20 +41,34 @@ from inference.kernels.paged_attention.prefill_hopper_kernel import (
 )
 from inference.kernels.paging import LayerPages, PagedBatch
 
+TILE = 2 * ROWS
+"""Rows of a program."""
+STAGES = 3
+"""Pages of keys, and as many of values, in shared memory or on their way there."""
+
 
 @gluon.jit
 def _unit(
-    i_item, shared_ptr, TILE: gl.constexpr, TILES: gl.constexpr, K: gl.constexpr,
+    i_round, num_items, shared_ptr, TILE: gl.constexpr, TILES: gl.constexpr, K: gl.constexpr,
     PER_REQUEST: gl.constexpr,
 ):  # fmt: skip
-    """(unit, KV head, first row, first request, rows, first page, pages) of a work item."""
+    """(round after this one, unit, KV head, first row, first request, rows, first page, pages).
+
+    Used units come first: no round follows one without pages.
+    """
+    i_item = _item(i_round)
+    is_item = i_item < num_items
     i_x = i_item // (TILES * K)
-    p_unit = shared_ptr + i_x * 4
-    first_row = i_item % TILES * TILE
-    num_rows = gl.load(p_unit + 1) * PER_REQUEST
-    num_pages = gl.where(first_row < num_rows, gl.load(p_unit + 3), 0)
     i_kv = i_item // TILES % K
-    return i_x, i_kv, first_row, gl.load(p_unit), num_rows, gl.load(p_unit + 2), num_pages
+    first_row = i_item % TILES * TILE
+    p_unit = shared_ptr + i_x * 4
+    request = gl.load(p_unit, mask=is_item, other=0)
+    num_rows = gl.load(p_unit + 1, mask=is_item, other=0) * PER_REQUEST
+    first_page = gl.load(p_unit + 2, mask=is_item, other=0)
+    num_pages = gl.load(p_unit + 3, mask=is_item, other=0)
+    i_next = gl.where(num_pages > 0, i_round + 1, num_items)
+    num_pages = gl.where(first_row < num_rows, num_pages, 0)
+    return i_next, i_x, i_kv, first_row, request, num_rows, first_page, num_pages
 
 
 @gluon.jit
@@ -60,15 +78,19 @@ def _produce(
 ):  # fmt: skip
     PAGE: gl.constexpr = keys[0].shape[1]
     i_use = 0
-    for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        _x, i_kv, _first_row, request, _rows, first_page, num_pages = _unit(
-            i_item, shared_ptr, TILE, TILES, K, PER_REQUEST
+    i_round = 0
+    num_rounds = _num_rounds(num_items)
+    while i_round < num_rounds:
+        i_round, _x, i_kv, _first_row, request, _rows, first_page, num_pages = _unit(
+            i_round, num_items, shared_ptr, TILE, TILES, K, PER_REQUEST
         )
         p_table = table_ptr + request.to(gl.int64) * stride_table + first_page
+        page = gl.load(p_table, mask=num_pages > 0, other=0)
         before = 0
-        # Keys run one page ahead of values, as the products do.
+        # Keys run one page ahead of values, as the products do; page numbers one ahead of keys.
         for j in range(num_pages):
-            place = (gl.load(p_table + j) * K + i_kv) * PAGE
+            place = (page * K + i_kv) * PAGE
+            page = gl.load(p_table + j + 1, mask=j + 1 < num_pages, other=0)
             _fetch(k_desc, place, keys, i_use + j)
             if j > 0:
                 _fetch(v_desc, before, values, i_use + j - 1)
@@ -114,18 +136,20 @@ def _consume(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     memory: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     i_use = 0
-    for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        i_x, i_kv, first_row, request, num_rows, _first, num_pages = _unit(
-            i_item, shared_ptr, 2 * ROWS, TILES, K, PER_REQUEST
+    i_round = 0
+    num_rounds = _num_rounds(num_items)
+    while i_round < num_rounds:
+        i_round, i_x, i_kv, first_row, request, num_rows, _first_page, num_pages = _unit(
+            i_round, num_items, shared_ptr, 2 * ROWS, TILES, K, PER_REQUEST
         )
         if num_pages > 0:
             # [ROWS, D]
             o_m = first_row + w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, memory))
             o_d = gl.arange(0, D, gl.SliceLayout(0, memory))
-            m_md = (o_m < num_rows)[:, None] & (o_d >= 0)[None, :]
             o_t = request * (PER_REQUEST // G) + o_m // G
             p_row = q_ptr + o_t.to(gl.int64) * stride_qt + (i_kv * G + o_m % G) * stride_qh
-            q_smem.index(w).store(gl.load(p_row[:, None] + o_d[None, :], mask=m_md, other=0.0))
+            b_q = gl.load(p_row[:, None] + o_d[None, :], mask=(o_m < num_rows)[:, None], other=0.0)
+            q_smem.index(w).store(b_q)
             fence_async_shared()
 
             b_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, mma))
@@ -137,14 +161,14 @@ def _consume(
             )  # fmt: skip
             i_use += num_pages
 
-            first_part = (i_x.to(gl.int64) * K + i_kv) * MAX_ROWS
-            b_o = (b_acc / b_sum[:, None]).to(part_ptr.dtype.element_ty)
-            b_o = gl.convert_layout(b_o, memory)
-            p_part = part_ptr + (first_part + o_m) * D
-            gl.store(p_part[:, None] + o_d[None, :], b_o, mask=m_md)
-            o_l = first_row + w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, mma))
-            b_lse = b_max + gl.log2(b_sum)
-            gl.store(lse_ptr + first_part + o_l, b_lse, mask=o_l < num_rows)
+            # [ROWS, D]
+            o_r = first_row + w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, mma))
+            o_c = gl.arange(0, D, gl.SliceLayout(0, mma))
+            o_part = (i_x.to(gl.int64) * K + i_kv) * MAX_ROWS + o_r
+            b_o = b_acc * (1.0 / b_sum)[:, None]
+            p_part = part_ptr + o_part * D
+            gl.store(p_part[:, None] + o_c[None, :], b_o, mask=(o_r < num_rows)[:, None])
+            gl.store(lse_ptr + o_part, b_max + gl.log2(b_sum), mask=o_r < num_rows)
 
 
 @gluon.jit
@@ -197,7 +221,7 @@ def _attend_shared_hopper(
 
 
 def serves(q_THD: Tensor, pages: LayerPages) -> bool:
-    """Whether these shapes and dtypes are the ones this kernel is made for."""
+    """Whether this kernel is made for the device, the shapes and the dtypes."""
     return (
         q_THD.is_cuda
         and torch.cuda.get_device_capability(q_THD.device)[0] == 9
@@ -218,21 +242,20 @@ def attend_shared(
     part_XKMD: Tensor,
     lse_XKM: Tensor,
 ) -> None:
-    """As `shared_kernel.attend_shared`."""
+    """As `shared_kernel.attend_shared`, where `serves` says so."""
     assert batch.plan is not None, "paged_attention_decode checks it"
     units = batch.plan.dense
     num_kv_heads = pages.k_pages.shape[1]
     group = q_THD.shape[1] // num_kv_heads
     per_request = batch.decode_query_len * group
-    tiles = triton.cdiv(SHARED_ROWS * per_request, 2 * ROWS)
+    tiles = triton.cdiv(SHARED_ROWS * per_request, TILE)
     num_items = units.shared_X4.shape[0] * num_kv_heads * tiles
-    num_sms = torch.cuda.get_device_properties(q_THD.device).multi_processor_count
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     k_desc, v_desc = (
         TensorDescriptor.from_tensor(part.view(-1, HEAD_DIM), [PAGE_SIZE, HEAD_DIM], layout)
         for part in (pages.k_pages, pages.v_pages)
     )
-    _attend_shared_hopper[(min(num_sms, num_items),)](
+    _attend_shared_hopper[(min(_num_multiprocessors(q_THD.device), num_items),)](
         q_THD,
         k_desc,
         v_desc,
@@ -250,7 +273,7 @@ def attend_shared(
         PER_REQUEST=per_request,
         MAX_ROWS=SHARED_ROWS * per_request,
         ROWS=ROWS,
-        STAGES=2,
+        STAGES=STAGES,
         REGISTERS=240,
         num_warps=4,
         **launch_options(is_cuda=True),

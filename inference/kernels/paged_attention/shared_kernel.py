@@ -23,9 +23,6 @@ from inference.kernels.merge_kernel import (
 )
 from inference.kernels.paging import LayerPages, PagedBatch
 
-USE_HOPPER = False
-"""Run the Gluon kernel where it serves the shapes."""
-
 
 class SharedLaunch(NamedTuple):
     """How the shared units are cut."""
@@ -52,10 +49,11 @@ def attend_shared(
     """Fill the rows of `part_XKMD` and `lse_XKM` that belong to requests of each shared unit.
 
     M runs over (place of the request in the unit, query token, head of the KV head). Launched right
-    after the kernel of the own units, beside which it may run.
+    after the kernel of the own units, beside which it may run. Hopper has a kernel of its own for
+    16-bit pages of 128 keys; a `launch` asks for this one.
     """
     assert batch.plan is not None, "paged_attention_decode checks it"
-    if USE_HOPPER and launch is None and q_THD.is_cuda:
+    if launch is None and q_THD.is_cuda:
         from inference.kernels.paged_attention import shared_hopper_kernel as hopper
 
         if hopper.serves(q_THD, pages):
@@ -190,6 +188,6 @@ def _attend_shared(
         b_o = b_acc / b_l[:, None]
         o_part = (i_x.to(tl.int64) * K + i_k) * MAX_ROWS + o_m
         p_part = part_ptr + o_part[:, None] * D + o_d[None, :]
-        tl.store(p_part, b_o.to(part_ptr.dtype.element_ty), mask=m_md)
+        tl.store(p_part, b_o, mask=m_md)
         tl.store(lse_ptr + o_part, b_m + tl.log2(b_l), mask=m_m)
     wait_at_end(PDL)

@@ -5,7 +5,7 @@ import torch
 
 from inference.engine.request import Request, SamplingParams, make_live
 from inference.engine.scheduler import Scheduler
-from inference.engine.sharing import DecodePlanner
+from inference.engine.sharing import DecodePlanner, Workers
 from inference.engine.staging import offsets, views
 
 PAGE = 4
@@ -40,7 +40,7 @@ def plan_of(scheduler: Scheduler, planner: DecodePlanner, **options):
 
 def test_members_of_a_group_share_the_full_pages_of_their_prompt():
     scheduler = running(("a", 1), ("a", 1), ("a", 1), (None, 2), ("b", 3))
-    planner = DecodePlanner(PAGE, 4, 2)
+    planner = DecodePlanner(PAGE, Workers(4, 4), Workers(2, 2))
     plan = plan_of(scheduler, planner)
     bounds, shared = planner.groups(scheduler.rows, np.arange(5))
     assert bounds.tolist() == [0, 3, 4, 5]
@@ -55,14 +55,14 @@ def test_members_of_a_group_share_the_full_pages_of_their_prompt():
 
 def test_nobody_shares_without_groups():
     scheduler = running((None, 1), (None, 1))
-    planner = DecodePlanner(PAGE, 4, 2)
+    planner = DecodePlanner(PAGE, Workers(4, 4), Workers(2, 2))
     assert planner.groups(scheduler.rows, np.arange(2)) is None
     assert len(plan_of(scheduler, planner).dense.shared_X4) == 0
 
 
 def test_a_row_that_changes_hands_is_looked_at_again():
     scheduler = running(("a", 1), ("a", 1), ("b", 2))
-    planner, rows = DecodePlanner(PAGE, 4, 2), np.arange(3)
+    planner, rows = DecodePlanner(PAGE, Workers(4, 4), Workers(2, 2)), np.arange(3)
     assert planner.groups(scheduler.rows, rows)[0].tolist() == [0, 2, 3]
     scheduler.preempt(scheduler.running[-1])
     scheduler.preempt(scheduler.running[-1])
@@ -75,9 +75,10 @@ def test_a_row_that_changes_hands_is_looked_at_again():
 
 def test_padding_rows_and_capacity_are_those_of_a_captured_step():
     scheduler = running(("a", 1), ("a", 1), (None, 2))
-    plan = plan_of(scheduler, DecodePlanner(PAGE, 6, 5), num_rows=8, capacity=(8, 9))
+    plan = plan_of(scheduler, DecodePlanner(PAGE, Workers(6, 6), Workers(5, 12)), num_rows=8)
     assert plan.index.own_U3.shape == plan.index.shared_X4[:, :3].shape == (8, 3)
-    assert plan.dense.own_U3.shape == (9, 3)
+    assert plan.dense.own_U3.shape == (8, 3)
+    assert plan.dense.shared_X4.shape == (12, 4)
     assert plan.dense.own_start_R1.shape == (9,)
     assert (plan.dense.own_start_R1[3:] == plan.dense.own_start_R1[3]).all()
     assert plan.dense.shared_R3.shape == (8, 3)

@@ -33,7 +33,8 @@ def test_every_page_is_read_once_and_the_maps_agree(seed):
     num_pages = rng.integers(0, 300, rng.integers(1, 60))
     groups = random_groups(rng, num_pages) if seed % 2 else (None, None)
     num_workers = int(rng.integers(1, 300))
-    units = plan_units(num_pages, *groups, num_workers)
+    shared_workers = None if seed % 3 else int(rng.integers(1, 40))
+    units = plan_units(num_pages, *groups, num_workers, num_shared_workers=shared_workers)
     assert all((count == 1).all() for count in pages_read(units, num_pages))
     assert len(units.own_U3) <= max(num_workers, len(num_pages))
     for row in range(len(num_pages)):
@@ -57,8 +58,8 @@ def test_a_few_shared_pages_are_left_to_each_request():
 
 
 def test_capacity_pads_with_units_without_pages():
-    units = plan_units(np.array([5, 0]), None, None, 4, capacity=12)
+    units = plan_units(np.array([5, 0]), None, None, 4, capacity=12, shared_capacity=7)
     assert units.own_U3.shape == (12, 3)
-    assert units.shared_X4.shape == (12, 4)
+    assert units.shared_X4.shape == (7, 4)
     assert units.own_U3[:, 2].sum() == 5
     assert (units.shared_X4 == 0).all()

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from inference.kernels.decode_plan import DecodePlan, plan_units
-from inference.kernels.paged_attention import paged_attention, reference, shared_kernel
+from inference.kernels.paged_attention import paged_attention, reference
 from inference.kernels.paged_attention.decode_kernel import (
     Launch,
+    num_shared_workers,
     num_workers,
     paged_attention_decode,
 )
@@ -43,7 +44,7 @@ def check(found, wanted, dtype=torch.float32):
     torch.testing.assert_close(found.float(), wanted.float(), rtol=tolerance, atol=tolerance)
 
 
-OWN = [None, Launch(2, 16, 4, 2), Launch(3, 16, 4, 2, keys_first=True)]
+OWN = [None, Launch(2, 16, 4, 2), Launch(3, 16, 4, 2)]
 
 
 @pytest.mark.parametrize("own", OWN, ids=str)
@@ -103,13 +104,40 @@ def test_unused_units_change_nothing(paged, kernel_device):
     q = case.randn(2, 4, 8)
     there = case.to(kernel_device)
     outs = []
-    for capacity in (None, 20):
-        units = plan_units(np.array([5, 3]), None, None, 4, capacity=capacity).to(kernel_device)
+    for own, shared in ((None, None), (20, 3)):
+        units = plan_units(
+            np.array([5, 3]), None, None, 4, capacity=own, shared_capacity=shared
+        ).to(kernel_device)
         there.batch.plan = DecodePlan(index=units, dense=units)
         outs.append(torch.empty_like(q.to(kernel_device)))
-        own = Launch(2, 16, 4, 2)
-        paged_attention_decode(q.to(kernel_device), there.pages, there.batch, 0.3, outs[-1], own)
+        launch = Launch(2, 16, 4, 2)
+        paged_attention_decode(q.to(kernel_device), there.pages, there.batch, 0.3, outs[-1], launch)
     assert torch.equal(*outs)
+
+
+def test_shared_units_of_another_number_than_own_ones(paged, kernel_device):
+    """Both with unused units at the end, as in a captured step."""
+    case = paged([1] * 4, [70, 75, 80, 9], page_size=8)
+    case.batch.page_table_RN[1:3, :8] = case.batch.page_table_RN[0, :8]
+    q = case.randn(4, 4, 8)
+    expected = reference.paged_attention(q, case.pages, case.batch, 0.3)
+    there = case.to(kernel_device)
+    bounds, shared_pages = np.array([0, 3, 4]), np.array([8, 0])
+    units = plan_units(
+        np.array([9, 10, 10, 2]),
+        bounds,
+        shared_pages,
+        9,
+        num_shared_workers=2,
+        capacity=12,
+        shared_capacity=5,
+    ).to(kernel_device)
+    assert (units.shared_X4[:, 3] > 0).sum() == 2
+    there.batch.num_decodes = 4
+    there.batch.plan = DecodePlan(index=units, dense=units)
+    found = torch.empty_like(q.to(kernel_device))
+    paged_attention_decode(q.to(kernel_device), there.pages, there.batch, 0.3, found)
+    check(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -154,6 +182,13 @@ def test_four_kv_heads_need_a_quarter_of_the_units():
     assert num_workers(2, 4) == 1
 
 
+def test_a_shared_unit_is_two_programs_a_kv_head_at_sixteen_query_heads_each():
+    assert num_shared_workers(132, 4) == 16
+    assert num_shared_workers(132, 1) == 66
+    assert num_shared_workers(132, 1, group=8) == 132
+    assert num_shared_workers(2, 4) == 1
+
+
 def real_case(device, dtype, num_heads, num_kv_heads, query_len):
     """M3's sizes: a group of 18 on a shared prompt, five requests alone, a padding row."""
     generator = torch.Generator(device=device).manual_seed(1)
@@ -178,6 +213,7 @@ def real_case(device, dtype, num_heads, num_kv_heads, query_len):
         np.array([0, 18, *range(19, num_rows + 1)]),
         np.array([14] + [0] * (num_rows - 18)),
         num_workers(132, num_kv_heads),
+        num_shared_workers=num_shared_workers(132, num_kv_heads),
     ).to(device)
     batch = PagedBatch(
         positions_T=positions.flatten().to(device),
@@ -214,13 +250,13 @@ def test_real_sizes(cuda, dtype, heads, query_len):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(64, 4), (16, 1), (8, 1)])
 @pytest.mark.parametrize("query_len", [1, 2, 8])
-@pytest.mark.parametrize("use_hopper", [True, False])
-def test_both_kernels_of_shared_pages(cuda, monkeypatch, heads, query_len, use_hopper):
-    monkeypatch.setattr(shared_kernel, "USE_HOPPER", use_hopper)
+@pytest.mark.parametrize("shared", [None, SharedLaunch(64, 64, 4, 2)], ids=["default", "triton"])
+def test_both_kernels_of_shared_pages(cuda, heads, query_len, shared):
     q, pages, batch = real_case(cuda, torch.bfloat16, *heads, query_len)
     wide = LayerPages(pages.k_pages.float(), pages.v_pages.float(), None)
     expected = reference.paged_attention(q.float(), wide, batch, 128**-0.5)
-    found = paged_attention(q, pages, batch, scale=128**-0.5)
+    found = torch.empty_like(q)
+    paged_attention_decode(q, pages, batch, 128**-0.5, found, shared=shared)
     assert (found.float() - expected).norm() / expected.norm() < 5e-3
 
 

@@ -7,7 +7,10 @@ import os
 import random
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +34,22 @@ EXPERT_BYTES = 3 * WIDTH * HIDDEN * 2
 FLOP_PER_PAIR = 6.0 * WIDTH * HIDDEN
 ACT = {"alpha": 1.702, "limit": 7.0, "beta": 1.0}
 VLLM = "vllm 0.26.0"
-TOKENS = (1, 4, 8, 32, 128, 512, 1024, 4096)
+TOKENS = (1, 4, 8, 32, 128, 256, 512, 1024, 2048, 4096)
 MOST_IN_GRAPH = 512
 """More tokens than that are prefill, which runs eagerly."""
+CALLS_AT_ONCE = 4
+"""Of those, so that Python runs ahead of the GPU as it does in a prefill."""
 NUM_CHECKED = 96
 TOLERANCE = {"relative error": 1e-2}
+NUM_COMPILERS = 8
 
-Peer = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+@dataclass(slots=True)
+class Peer:
+    """vLLM's experts: `call(x_TC, ids_TA, weights_TA, num_local)` within `context(num_tokens)`."""
+
+    call: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    context: Callable[[int], AbstractContextManager[object]]
 
 
 @dataclass(slots=True)
@@ -71,16 +83,47 @@ def run(bench: Bench) -> None:
         pool = Pool(0)
         w13 = pool.normal(EXPERTS, 2 * WIDTH, HIDDEN).mul_(0.02)
         w2 = pool.normal(EXPERTS, HIDDEN, WIDTH).mul_(0.02)
+    _compile(w13, w2)
     for num_local in (EXPERTS, EXPERTS // 8):
         for num_tokens in TOKENS:
             name = f"T{num_tokens}" + (f" {num_local} of {EXPERTS}" if num_local < EXPERTS else "")
-            bench.case(
-                name, lambda n=num_tokens, m=num_local, c=name: _run(bench, c, w13, w2, n, m, peer)
-            )
+            args = bench, name, w13, w2, num_tokens, num_local, peer
+            bench.case(name, partial(_run_beside_peer, *args))
     for num_tokens in (1, 128, 8192):
         bench.case(f"router T{num_tokens}", lambda n=num_tokens: _run_router(bench, n))
     for num_tokens in (1, 8, 32):
         bench.case(f"layer T{num_tokens}", lambda n=num_tokens: _run_layer(bench, w13, w2, n))
+
+
+def _compile(w13: Tensor, w2: Tensor) -> None:
+    """Kernels of all cases at the same time; what fails to compile fails again in its case."""
+
+    def call(num_tokens: int, num_local: int, shared: tuple[Tensor, Tensor] | None) -> None:
+        case = make_case(num_tokens, num_local, 0)
+        args = case.x_TC, w13[:num_local], w2[:num_local], case.ids_TA, case.weights_TA
+        expert_gemm(*args, **ACT, shared=shared, num_routed=EXPERTS)
+
+    with ThreadPoolExecutor(NUM_COMPILERS) as pool:
+        for num_tokens in (1, 8, 32):
+            pool.submit(call, num_tokens, EXPERTS, (w13[0], w2[0]))
+        for num_tokens in TOKENS:
+            for num_local in (EXPERTS, EXPERTS // 8):
+                pool.submit(call, num_tokens, num_local, None)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def _run_beside_peer(
+    bench: Bench,
+    name: str,
+    w13: Tensor,
+    w2: Tensor,
+    num_tokens: int,
+    num_local: int,
+    peer: Peer | None,
+) -> None:
+    with nullcontext() if peer is None else peer.context(num_tokens):
+        _run(bench, name, w13, w2, num_tokens, num_local, peer)
 
 
 def _run(
@@ -99,11 +142,12 @@ def _run(
     local_ids = [case.ids_TA for case in cases]
 
     def ours(i: int) -> Tensor:
-        return expert_gemm(cases[i].x_TC, w13, w2, local_ids[i], cases[i].weights_TA, **ACT)
+        args = cases[i].x_TC, w13, w2, local_ids[i], cases[i].weights_TA
+        return expert_gemm(*args, **ACT, num_routed=EXPERTS)
 
     def theirs(i: int) -> Tensor:
         assert peer is not None
-        return peer(cases[i].x_TC, cases[i].all_ids_TA, cases[i].weights_TA, num_local)
+        return peer.call(cases[i].x_TC, cases[i].all_ids_TA, cases[i].weights_TA, num_local)
 
     rows = torch.arange(num_tokens, device="cuda")[:: max(1, num_tokens // NUM_CHECKED)]
     errors, peer_errors = [], []
@@ -143,7 +187,8 @@ def _run(
 def _time(call: Callable[[int], Tensor], num_tokens: int, count: int) -> Timing:
     if num_tokens <= MOST_IN_GRAPH:
         return time_graph([lambda i=i: call(i) for i in range(count)], reps=11)
-    return time_eager(lambda: call(0), reps=9)
+    timing = time_eager(lambda: [call(i % count) for i in range(CALLS_AT_ONCE)], reps=9)
+    return Timing(*(us / CALLS_AT_ONCE for us in (timing.us, timing.p10, timing.p90)))
 
 
 def _run_router(bench: Bench, num_tokens: int) -> None:
@@ -258,25 +303,27 @@ def _vllm_experts() -> tuple[Tensor, Tensor, Peer]:
         expert_map = None
         if num_local < EXPERTS:
             expert_map = local_map
-        with (
-            set_current_vllm_config(config),
-            set_forward_context(None, config, num_tokens=x_TC.shape[0]),
-        ):
-            out: Tensor = experts.quant_method.moe_kernel.apply(
-                hidden_states=x_TC,
-                w1=w13[:num_local],
-                w2=w2[:num_local],
-                topk_weights=weights_TA,
-                topk_ids=ids_TA,
-                activation=experts.activation,
-                global_num_experts=EXPERTS,
-                expert_map=expert_map,
-                apply_router_weight_on_input=False,
-            )
-            return out
+        out: Tensor = experts.quant_method.moe_kernel.apply(
+            hidden_states=x_TC,
+            w1=w13[:num_local],
+            w2=w2[:num_local],
+            topk_weights=weights_TA,
+            topk_ids=ids_TA,
+            activation=experts.activation,
+            global_num_experts=EXPERTS,
+            expert_map=expert_map,
+            apply_router_weight_on_input=False,
+        )
+        return out
+
+    def context(num_tokens: int) -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(set_current_vllm_config(config))
+        stack.enter_context(set_forward_context(None, config, num_tokens=num_tokens))
+        return stack
 
     local_map[: EXPERTS // 8] = torch.arange(EXPERTS // 8, dtype=torch.int32, device=device)
-    return w13, w2, call
+    return w13, w2, Peer(call, context)
 
 
 def _vllm_config() -> dict[str, Any]:

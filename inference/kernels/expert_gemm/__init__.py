@@ -20,6 +20,7 @@ def expert_gemm(
     limit: float,
     beta: float = 1.0,
     shared: tuple[Tensor, Tensor] | None = None,
+    num_routed: int | None = None,
 ) -> Tensor:
     """Σ over a token's experts of weight · w2 · swiglu_oai(w13 · x), + the shared expert's.
 
@@ -37,6 +38,8 @@ def expert_gemm(
         weights_TA: [T, A] FP32, `routed_scaling_factor` included.
         shared: (gate rows and then up rows [2S, C], down [C, S]) of an expert that every token
             has with weight 1. On one whose width S is I it costs least.
+        num_routed: experts that `ids_TA` was chosen among, those held elsewhere included (None:
+            E). How the work is cut on CUDA depends on it, what is computed does not.
 
     Returns:
         [T, C].
@@ -62,7 +65,7 @@ def expert_gemm(
         for i, weight in enumerate(shared or ()):
             expect_dtype(OP, f"shared[{i}]", weight, x_TC.dtype)
         return kernel.expert_gemm(
-            x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA, alpha, limit, beta, shared
+            x_TC, w13_E2IC, w2_ECI, ids_TA, weights_TA, alpha, limit, beta, shared, num_routed
         )
     if ids_TA.numel() and not -1 <= int(ids_TA.min()) <= int(ids_TA.max()) < num_experts:
         raise ValueError(

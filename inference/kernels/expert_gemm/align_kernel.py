@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_PAIRS_AT_ONCE = 2048
+MAX_PAIRS_AT_ONCE = 512
 """Up to here one launch compares all pairs with each other; above, chunks are counted first."""
 CHUNK = 256
 

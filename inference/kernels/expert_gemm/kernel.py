@@ -32,6 +32,11 @@ USE_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >=
 MAX_FEW_TOKENS = 32
 MAX_FEW_PAIRS = 128
 """Every program compares them all with each other."""
+FEW_WARPS = 4
+FEW_PREFETCH = 256
+"""Elements of each row that `Few` fetches before the wait for the kernel in front."""
+MANY_ROWS = 512
+"""Rows of an expert from which a tile of its own for the last few costs less than longer tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,6 @@ class Few:
     stages: int = 5
     programs: int = 2
     """Persistent programs a multiprocessor."""
-    prefetch: int = 256
-    """Elements of each row fetched before the wait for the kernel in front."""
-    warps: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +79,27 @@ class Config:
 def few_for(num_tokens: int, dtype: torch.dtype) -> Few:
     if dtype.itemsize > 2:
         return Few(depth=32, stages=2, programs=1)
-    return Few() if num_tokens <= 16 else Few(stages=4)
+    if num_tokens > 16:
+        return Few(stages=4)
+    # A single token has hardly more tiles than programs: a program each spreads them better.
+    return Few(programs=4) if num_tokens == 1 else Few()
 
 
-def config_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Config:
-    """By the rows an expert gets on average, as if no pair were another rank's."""
+def config_for(
+    num_pairs: int, num_experts: int, dtype: torch.dtype, num_routed: int | None = None
+) -> Config:
+    """By the rows an expert would get on average if all pairs were this rank's.
+
+    Only what a long tile does with the last few rows goes by what it does get.
+    """
     if dtype.itemsize > 2:
         tiles = Tiles(cols=32, depth=32, warps=4, stages=2, programs=2, tma=False)
         return Config(16, tiles, tiles)
     rows = num_pairs / num_experts
     if rows > 48:
-        many = Tiles(cols=128, depth=64, warps=8, stages=4, group=8)
-        return Config(128, many, replace(many, cols=256), tail=32)
+        has_tail = num_pairs / (num_routed or num_experts) < MANY_ROWS
+        many = Tiles(cols=128, depth=64, warps=8, stages=4, group=4 if has_tail else 8)
+        return Config(128, many, replace(many, cols=256), tail=32 if has_tail else 0)
     if rows > 10:
         few = Tiles(cols=64, depth=128, warps=4, stages=4, group=2, swap=True)
         down = replace(few, cols=128)
@@ -109,6 +120,7 @@ def expert_gemm(
     limit: float,
     beta: float,
     shared: tuple[Tensor, Tensor] | None = None,
+    num_routed: int | None = None,
     *,
     few: Few | None = None,
     config: Config | None = None,
@@ -131,7 +143,7 @@ def expert_gemm(
         add_TC = y_XC[num_tokens * topk :] if is_like else shared_mlp(x, shared, *act)
         return combine(y_XC, ids, add_TC, x.dtype, use_pdl=use_pdl)
     add_TC = shared_mlp(x, shared, *act)
-    config = config or config_for(ids.numel(), num_experts, w13.dtype)
+    config = config or config_for(ids.numel(), num_experts, w13.dtype, num_routed)
     plan = align(ids, num_experts, config.rows, config.tail, use_pdl=use_pdl)
     h_XI = gate_up(x, w13, ids, plan, config.gate_up, *act, use_pdl=use_pdl)
     y_XC = down(h_XI, w2, ids, weights, plan, config.down, use_pdl=use_pdl)
@@ -173,7 +185,7 @@ def few_products(
 
     def launch(num_weight_rows: int, size: int) -> tuple[tuple[int], dict[str, int | bool]]:
         grid = (min(most, max_tiles * triton.cdiv(num_weight_rows, few.rows)),)
-        can_prefetch = size % max(few.prefetch, 1) == 0 and size * x_TC.itemsize % 16 == 0
+        can_prefetch = size % FEW_PREFETCH == 0 and x_TC.itemsize == 2
         return grid, {
             "HIDDEN": hidden,
             "WIDTH": width,
@@ -183,11 +195,11 @@ def few_products(
             "BLOCK_R": few.rows,
             "BLOCK_M": 16 if num_tokens <= 16 else 32,
             "BLOCK_K": few.depth,
-            "PREFETCH": few.prefetch if can_prefetch and x_TC.itemsize == 2 else 0,
-            "NUM_THREADS": 32 * few.warps,
+            "PREFETCH": FEW_PREFETCH if can_prefetch else 0,
+            "NUM_THREADS": 32 * FEW_WARPS,
             "USE_PDL": use_pdl,
             "launch_pdl": use_pdl,
-            "num_warps": few.warps,
+            "num_warps": FEW_WARPS,
             "num_stages": few.stages,
         }
 

@@ -36,24 +36,33 @@ class Config(NamedTuple):
     """Columns of a tile."""
     stages: int
     """Tiles of the ring."""
-    prefetch: int = 0
-    """Columns behind the ring's that are moved into L2 before the wait as well."""
 
 
-def config_of(num_tokens: int) -> Config:
-    """About 100 KB of shared memory, so that two programs share a multiprocessor."""
-    return Config(64, 128, 5) if num_tokens <= 16 else Config(64, 128, 4)
+MANY_ROWS = 1 << 15
+"""From here on programs follow each other on a multiprocessor many times."""
+
+
+def config_of(num_tokens: int, num_rows: int, size: int) -> Config:
+    """One program a multiprocessor with a deep ring: programs that start early spread evenly.
+
+    Of a weight of very many rows two programs share one, so that one's end hides the other's
+    beginning; and so where `size` does not fill the deep ring.
+    """
+    is_deep = num_rows < MANY_ROWS
+    if num_tokens > 16:
+        return Config(64, 128, 8 if is_deep and size >= 8 * 128 else 4)
+    if is_deep and size >= 5 * 256 and size % 256 == 0:
+        return Config(64, 256, 5)
+    return Config(64, 128, 5)
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
 def stream_kernel(
     x_desc,
     w_desc,
-    weight_ptr,
     out_ptr,
     num_tokens,
     num_rows,
-    stride_weight,
     stride_out,
     alpha,
     limit,
@@ -64,7 +73,6 @@ def stream_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     IS_SWIGLU: gl.constexpr,
-    PREFETCH: gl.constexpr,
 ):
     """`w_desc` is [1, Y, X]; with SwiGLU [2, Y / 2, X]: a tile holds gates and then their ups."""
     PARTS: gl.constexpr = 2 if IS_SWIGLU else 1
@@ -83,22 +91,6 @@ def stream_kernel(
         mbarrier.expect(full.index(step), NUM_BYTES)
         _load(w_desc, [0, first, step * BLOCK_K], full.index(step), w_smem.index(step))
     gdc_launch_dependents()
-    if PREFETCH > 0:
-        LINES: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
-        o_local = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES))
-        o_row = gl.minimum(first + o_local % SHARE, num_rows // PARTS - 1)
-        o_row += o_local // SHARE * (num_rows // 2)
-        o_line = gl.arange(0, PREFETCH // 64, layout=gl.SliceLayout(0, LINES))
-        column = STAGES * BLOCK_K + o_line * 64
-        p_line = weight_ptr + o_row.to(gl.int64)[:, None] * stride_weight + column[None, :]
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [p_line.to(gl.int64)],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
     gdc_wait()
     for step in gl.static_range(STAGES):
         _load(x_desc, [0, step * BLOCK_K], full.index(step), x_smem.index(step))
@@ -162,16 +154,15 @@ def stream_linear(
     swiglu: tuple[float, float, float] | None,
     config: Config | None = None,
 ) -> Tensor:
-    """T in 1..128, BF16 or FP16, rows contiguous and aligned to 16 bytes; X: whole tiles."""
+    """T in 1..32, BF16 or FP16, rows contiguous and aligned to 16 bytes; X: whole tiles."""
     (num_tokens, size), num_rows = x_TX.shape, weight_YX.shape[0]
-    config = config_of(num_tokens) if config is None else config
+    config = config_of(num_tokens, num_rows, size) if config is None else config
     width = num_rows if swiglu is None else num_rows // 2
     y_TY = torch.empty(num_tokens, width, dtype=out_dtype or x_TX.dtype, device=x_TX.device)
     alpha, limit, beta = (0.0, 0.0, 0.0) if swiglu is None else swiglu
     tokens = max(16, triton.next_power_of_2(num_tokens))
-    ring = config.stages * config.block_k
     assert size % config.block_k == 0
-    assert size >= ring, "the ring is filled before the wait"
+    assert size >= config.stages * config.block_k, "the ring is filled before the wait"
     parts = 1 if swiglu is None else 2
     weight = weight_YX.as_strided(
         (parts, num_rows // parts, size),
@@ -180,11 +171,9 @@ def stream_linear(
     stream_kernel[(triton.cdiv(num_rows, config.rows),)](
         _descriptor(x_TX, [tokens, config.block_k]),
         _descriptor(weight, [parts, config.rows // parts, config.block_k]),
-        weight_YX,
         y_TY,
         num_tokens,
         num_rows,
-        weight_YX.stride(0),
         y_TY.stride(0),
         alpha,
         limit,
@@ -195,7 +184,6 @@ def stream_linear(
         BLOCK_K=config.block_k,
         STAGES=config.stages,
         IS_SWIGLU=swiglu is not None,
-        PREFETCH=config.prefetch if size >= ring + config.prefetch else 0,
         num_warps=4,
         launch_pdl=True,
     )

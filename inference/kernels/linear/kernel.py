@@ -6,8 +6,8 @@ its program, so nothing is merged afterwards. Enough tiles are in flight per mul
 cover the memory's latency; that programs are not spread evenly does not matter then, since all of
 them draw on the same memory.
 
-`hopper_kernel.py` is the same on Hopper, with the weights on their way before the kernel in front
-has ended.
+On Hopper `hopper_kernel.py` takes its place, with the weights on their way before the kernel in
+front has ended.
 """
 
 import torch

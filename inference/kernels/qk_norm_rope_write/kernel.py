@@ -18,6 +18,9 @@ from inference.kernels.qk_norm_rope_write.reference import QKNorms
 USE_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 """Programmatic dependent launch: positions and gains are loaded while the projection still runs,
 and the kernel behind may begin at once."""
+HEADS = 16
+"""Query heads of a program."""
+MANY_TOKENS = 256
 
 
 @triton.jit
@@ -187,9 +190,6 @@ def qk_norm_rope_write(
     num_kv_heads: int,
     head_dim: int,
     eps: float,
-    *,
-    heads: int = 32,
-    num_warps: int = 4,
 ) -> tuple[Tensor, Tensor | None]:
     num_tokens = qkv_TX.shape[0]
     index_dim = 0 if norms.index_q is None else norms.index_q.shape[0]
@@ -205,9 +205,10 @@ def qk_norm_rope_write(
             raise ValueError(f"qk_norm_rope_write: a page of {name} is not contiguous")
     if qkv_TX.stride(1) != 1 or not cos_sin_SX.is_contiguous():
         raise ValueError("qk_norm_rope_write: columns of qkv_TX and cos_sin_SX must be dense")
-    heads = min(heads, triton.next_power_of_2(num_heads))
+    heads = min(HEADS, triton.next_power_of_2(num_heads))
     num_others = 2 * num_kv_heads + (num_kv_heads + 1 if index_dim else 0)
     half = cos_sin_SX.shape[1] // 2
+    is_many = num_tokens > MANY_TOKENS
     _qk_norm_rope_write_kernel[(num_tokens * (triton.cdiv(num_heads, heads) + 1),)](
         qkv_TX,
         norms.q,
@@ -238,9 +239,9 @@ def qk_norm_rope_write(
         BLOCK=triton.next_power_of_2(max(half, 1)),
         # Few tokens wait for the projection; many come without one to wait for, and what they
         # read most of should be under way first.
-        EARLY=num_tokens <= 256,
+        EARLY=not is_many,
         USE_PDL=USE_PDL,
-        num_warps=num_warps,
+        num_warps=2 if is_many else 4,
         launch_pdl=USE_PDL,
     )
     return q_THD, index_q_TKD

@@ -8,6 +8,8 @@ from torch import Tensor
 USE_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 """Programmatic dependent launch: the weights are loaded while the kernel before still runs, and the
 kernel behind may begin with its own at once."""
+MANY_ROWS = 256
+"""More rows than that fill the GPU: launches need not overlap, and loads under way count."""
 
 
 @triton.jit
@@ -60,6 +62,8 @@ def rms_norm(
         stream = torch.empty_like(out)
     if x.numel():
         block = triton.next_power_of_2(num_columns)
+        is_many = x.shape[0] > MANY_ROWS
+        use_pdl = USE_PDL and not is_many
         _rms_norm_kernel[(x.shape[0],)](
             _with_dense_rows(x),
             residual if residual is None else _with_dense_rows(residual),
@@ -72,10 +76,9 @@ def rms_norm(
             eps,
             HAS_RESIDUAL=residual is not None,
             BLOCK=block,
-            USE_PDL=USE_PDL,
-            # Few rows: what counts is how long a row takes. Many: how many loads are under way.
-            num_warps=min(4 if x.shape[0] <= 256 else 16, max(1, block // 512)),
-            launch_pdl=USE_PDL,
+            USE_PDL=use_pdl,
+            num_warps=min(16 if is_many else 4, max(1, block // 512)),
+            launch_pdl=use_pdl,
         )
     return out if stream is None else (out, stream)
 

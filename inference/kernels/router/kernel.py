@@ -18,8 +18,10 @@ from torch import Tensor
 
 USE_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 """Programmatic dependent launch: the launch itself overlaps the end of the kernel before."""
-MAX_FEW = 128
+MAX_FEW = 32
 """Up to so many tokens the weight is cut into pieces that a program holds in registers."""
+FEW_EXPERTS, FEW_GROUPS, FEW_COLUMNS = 16, 8, 64
+"""Of such a piece: experts, groups of columns (a warp each) and columns of a group."""
 NUM_PROGRAMS = 128
 """About how many programs share the logits of a few hundred tokens: one a multiprocessor."""
 
@@ -200,18 +202,14 @@ def router(
     topk: int,
     scale: float,
     replay_ids_TA: Tensor | None,
-    *,
-    max_few: int = MAX_FEW,
-    few: tuple[int, int, int] = (16, 8, 64),
 ) -> tuple[Tensor, Tensor]:
-    """`few`: experts, groups of columns and columns of a group in a program of few tokens."""
     num_tokens, num_experts = x_TC.shape[0], weight_EC.shape[0]
     x, weight, bias = x_TC.contiguous(), weight_EC.contiguous(), bias_E.contiguous()
     weights_TA = torch.empty(num_tokens, topk, dtype=torch.float32, device=x.device)
     ids_TA = torch.empty(num_tokens, topk, dtype=torch.int32, device=x.device)
     if not num_tokens:
         return weights_TA, ids_TA
-    logits_STE = _logits(x, weight, few if num_tokens <= max_few else None)
+    logits_STE = _few_logits(x, weight) if num_tokens <= MAX_FEW else _logits(x, weight)
     num_splits, _, block_e = logits_STE.shape
     _choose_kernel[(num_tokens,)](
         logits_STE,
@@ -235,46 +233,47 @@ def router(
     return weights_TA, ids_TA
 
 
-def _logits(x_TC: Tensor, weight_EC: Tensor, few: tuple[int, int, int] | None) -> Tensor:
+def _few_logits(x_TC: Tensor, weight_EC: Tensor) -> Tensor:
     """[S, T, E] parts of the logits, E rounded up to a power of two of 16 or more."""
-    num_tokens, hidden = x_TC.shape
-    num_experts = weight_EC.shape[0]
+    (num_tokens, hidden), num_experts = x_TC.shape, weight_EC.shape[0]
+    split_size = FEW_GROUPS * FEW_COLUMNS
+    # FP32 products take more registers; there time does not count.
+    block_t = 16 if num_tokens <= 16 or x_TC.dtype != torch.bfloat16 else 32
+    logits_STE = _empty(triton.cdiv(hidden, split_size), num_tokens, num_experts, x_TC)
+    num_splits, _, all_e = logits_STE.shape
+    _few_logits_kernel[(all_e // FEW_EXPERTS, num_splits, triton.cdiv(num_tokens, block_t))](
+        x_TC,
+        weight_EC,
+        logits_STE,
+        num_tokens,
+        hidden,
+        num_experts,
+        NUM_GROUPS=FEW_GROUPS,
+        BLOCK_T=block_t,
+        BLOCK_E=FEW_EXPERTS,
+        BLOCK_K=FEW_COLUMNS,
+        ALL_E=all_e,
+        EVEN=hidden % split_size == 0,
+        IS_BF16=x_TC.dtype == torch.bfloat16,
+        USE_PDL=USE_PDL,
+        launch_pdl=USE_PDL,
+        num_warps=8,
+    )
+    return logits_STE
+
+
+def _logits(x_TC: Tensor, weight_EC: Tensor) -> Tensor:
+    """As `_few_logits`, the weight read by every program."""
+    (num_tokens, hidden), num_experts = x_TC.shape, weight_EC.shape[0]
     is_bf16 = x_TC.dtype == torch.bfloat16
-    all_e = max(16, triton.next_power_of_2(num_experts))
-    launch = {"IS_BF16": is_bf16, "USE_PDL": USE_PDL, "launch_pdl": USE_PDL}
-    if few is not None:
-        block_e, num_groups, block_k = few
-        split_size = num_groups * block_k
-        num_splits = triton.cdiv(hidden, split_size)
-        # FP32 products take more registers; there time does not count.
-        block_t = 16 if num_tokens <= 16 or not is_bf16 else 32
-        logits_STE = _empty(num_splits, num_tokens, all_e, x_TC)
-        grid = (all_e // block_e, num_splits, triton.cdiv(num_tokens, block_t))
-        _few_logits_kernel[grid](
-            x_TC,
-            weight_EC,
-            logits_STE,
-            num_tokens,
-            hidden,
-            num_experts,
-            NUM_GROUPS=num_groups,
-            BLOCK_T=block_t,
-            BLOCK_E=block_e,
-            BLOCK_K=block_k,
-            ALL_E=all_e,
-            EVEN=hidden % split_size == 0,
-            num_warps=8,
-            **launch,
-        )
-        return logits_STE
     block_k = 64 if is_bf16 else 32
     block_t = 64 if num_tokens <= 2048 else 128
     num_blocks = triton.cdiv(hidden, block_k)
     tiles = triton.cdiv(num_tokens, block_t)
     num_splits = max(1, min(NUM_PROGRAMS // tiles, num_blocks, 32))
     split_size = triton.cdiv(num_blocks, num_splits) * block_k
-    num_splits = triton.cdiv(hidden, split_size)
-    logits_STE = _empty(num_splits, num_tokens, all_e, x_TC)
+    logits_STE = _empty(triton.cdiv(hidden, split_size), num_tokens, num_experts, x_TC)
+    num_splits, _, all_e = logits_STE.shape
     _logits_kernel[(tiles, num_splits)](
         x_TC,
         weight_EC,
@@ -286,13 +285,15 @@ def _logits(x_TC: Tensor, weight_EC: Tensor, few: tuple[int, int, int] | None) -
         BLOCK_T=block_t,
         BLOCK_E=all_e,
         BLOCK_K=block_k,
+        IS_BF16=is_bf16,
+        USE_PDL=USE_PDL,
+        launch_pdl=USE_PDL,
         num_warps=8,
         num_stages=3,
-        **launch,
     )
     return logits_STE
 
 
 def _empty(num_splits: int, num_tokens: int, num_experts: int, like: Tensor) -> Tensor:
-    shape = num_splits, num_tokens, num_experts
+    shape = num_splits, num_tokens, max(16, triton.next_power_of_2(num_experts))
     return torch.empty(shape, dtype=torch.float32, device=like.device)

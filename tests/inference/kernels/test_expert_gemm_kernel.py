@@ -118,7 +118,7 @@ def test_no_tokens(kernel_device):
 
 @pytest.mark.parametrize(
     ("num_pairs", "num_experts", "tile_rows", "tail"),
-    [(2, 3, 16, 0), (300, 20, 16, 0), (300, 20, 16, 8), (2500, 5, 32, 16)],
+    [(2, 3, 16, 0), (300, 20, 16, 0), (300, 20, 16, 8), (700, 5, 32, 16)],
 )
 def test_a_plan_lists_every_pair_once_sorted_and_in_tiles(
     kernel_device, num_pairs, num_experts, tile_rows, tail
@@ -140,6 +140,16 @@ def test_a_plan_lists_every_pair_once_sorted_and_in_tiles(
     experts = [expert for expert, _, _ in tiles]
     sizes = [(experts.count(expert), int((flat == expert).sum())) for expert in set(experts)]
     assert all(count == max(1, -(-(rows - tail) // tile_rows)) for count, rows in sizes)
+
+
+def test_long_tiles_end_in_a_tail_where_experts_have_few_rows():
+    def tail(num_tokens, num_experts, num_routed=None):
+        return kernel.config_for(num_tokens * 4, num_experts, torch.bfloat16, num_routed).tail
+
+    assert tail(4096, 128) > 0
+    assert tail(4096, 16) == 0
+    assert tail(4096, 16, num_routed=128) > 0
+    assert tail(8192, 128, num_routed=128) == tail(8192, 128)
 
 
 @pytest.mark.gpu

@@ -120,7 +120,7 @@ def test_m3_projections_on_the_gpu(num_rows, size, num_tokens, cuda):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("num_tokens", "num_rows", "size"),
-    [(1, 64, 1024), (3, 1232, 6144), (16, 100, 640), (31, 1540, 3072), (64, 192, 1152)],
+    [(1, 64, 1024), (3, 1232, 6144), (16, 100, 640), (31, 1540, 3072), (20, 192, 1152)],
 )
 def test_the_ring_of_tiles_on_hopper(num_tokens, num_rows, size, dtype, is_gated, cuda):
     if not kernel.IS_HOPPER:
@@ -129,11 +129,8 @@ def test_the_ring_of_tiles_on_hopper(num_tokens, num_rows, size, dtype, is_gated
 
     x, weight = operands(num_tokens, num_rows, size, dtype, cuda)
     exact = x.double() @ weight.double().T
-    shapes = [(128, 64, 4), (64, 128, 4, 128)]
-    for config in [
-        hopper_kernel.config_of(num_tokens),
-        *(hopper_kernel.Config(*c) for c in shapes),
-    ]:
+    default = hopper_kernel.config_of(num_tokens, num_rows, size)
+    for config in (default, hopper_kernel.Config(128, 64, 4), hopper_kernel.Config(64, 128, 4)):
         if is_gated:
             found = hopper_kernel.stream_linear(x, weight, None, M3, config)
             rounded = hopper_kernel.stream_linear(x, weight, None, None, config)
@@ -143,6 +140,21 @@ def test_the_ring_of_tiles_on_hopper(num_tokens, num_rows, size, dtype, is_gated
             found = hopper_kernel.stream_linear(x, weight, torch.float32, None, config)
             atol = accumulation(exact, size)
             torch.testing.assert_close(found.double(), exact, atol=atol, rtol=0)
+
+
+def test_what_fills_no_deep_ring_gets_a_shorter_one():
+    pytest.importorskip("triton.experimental.gluon")
+    from inference.kernels.linear.hopper_kernel import config_of
+
+    for num_tokens in (1, 16, 17, 32):
+        for num_rows in (6144, 200064):
+            for size in (512, 640, 1024, 1152, 1280, 3072, 12288):
+                _, block_k, stages = config_of(num_tokens, num_rows, size)
+                assert size % block_k == 0
+                assert size >= stages * block_k or size < 1024
+                # Weights, tokens and the exchange of SwiGLU in shared memory.
+                tokens = 16 if num_tokens <= 16 else 32
+                assert (64 + tokens) * block_k * stages * 2 + 64 * tokens * 4 < 227 * 1024
 
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float32])

@@ -61,14 +61,23 @@ def time_graph(calls: Sequence[Callable[[], Any]], inner: int = 1, reps: int = 1
     return _timing([us / count for us in times])
 
 
+QUEUE_CYCLES = 4_000_000
+"""About 2 ms: longer than any op here takes to launch."""
+
+
 def time_eager(call: Callable[[], Any], reps: int = 9, warmup: int = 2) -> Timing:
-    """One call's time as prefill runs it: launched from Python, L2 flushed before each."""
+    """One call's time on the device as prefill runs it: without a graph, L2 flushed before each.
+
+    The device is kept busy while the call is launched, as by an engine that launches ahead; time
+    that the host alone takes is not in it, for no kernel and no peer.
+    """
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     for _ in range(warmup):
         call()
     times = []
     for _ in range(reps):
         flush.zero_()
+        torch.cuda._sleep(QUEUE_CYCLES)
         times.append(_event_us(call))
     return _timing(times)
 

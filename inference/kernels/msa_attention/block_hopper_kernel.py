@@ -11,6 +11,7 @@ A part is normalised; its log-sum-exp (base 2) says how much it counts.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,8 @@ STAGES = gl.constexpr(2)
 """Pages in shared memory."""
 REGISTERS = (160, 160, 24)
 """Of each thread of the second and third warpgroup and of the warp that fetches."""
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+"""Of queries, keys, values and parts in shared memory."""
 NO_LSE = gl.constexpr(MIN_MAX.value)
 
 # Renamed between Triton 3.6 and 3.9.
@@ -282,8 +285,13 @@ def serves(q_THD: Tensor, pages: LayerPages, batch: PagedBatch) -> bool:
         and pages.v_pages.is_contiguous()
         and q_THD.stride(0) % HEAD_DIM == 0
         and q_THD.data_ptr() % 16 == 0
-        and torch.cuda.get_device_capability(q_THD.device)[0] == 9
+        and _is_hopper(q_THD.device)
     )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def prepared(
@@ -337,13 +345,16 @@ class Attend:
         self.first_token = batch.num_decode_tokens
         self.lists = lists
         self.scale = scale
+        self.parts: dict[int, TensorDescriptor] = {}
 
     def __call__(self, index: int, part: Tensor, lse: Tensor, num_programs: int) -> None:
         """Write the parts [rows, group, D] and log-sum-exps [rows, group] of a pass."""
         lists = self.lists
+        if part.data_ptr() not in self.parts:
+            self.parts[part.data_ptr()] = _describe(part.view(-1, HEAD_DIM), ROWS, HEAD_DIM)
         _block_hopper_kernel[(num_programs,)](
             *self.operands,
-            _describe(part.view(-1, HEAD_DIM), ROWS, HEAD_DIM),
+            self.parts[part.data_ptr()],
             lse,
             lists.units_PU4,
             lists.num_units_P,
@@ -364,7 +375,6 @@ class Attend:
 
 def _describe(flat_XD: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A matrix as the copy engine sees it, in boxes of [rows, columns]."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor(
-        flat_XD, list(flat_XD.shape), list(flat_XD.stride()), [rows, columns], layout
+        flat_XD, list(flat_XD.shape), list(flat_XD.stride()), [rows, columns], LAYOUT
     )

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -36,20 +37,15 @@ class BlockMajor(NamedTuple):
     """Most queries of a unit."""
     on_hopper: bool = False
     """Whether `block_hopper_kernel` attends. It leaves `spared` multiprocessors to the combining
-    of the pass before; what follows is for the kernel here."""
+    of the pass before."""
     spared: int = 16
     rows: int = 64
-    """Rows (queries x query heads of a KV head) of a tile."""
-    num_warps: int = 4
-    max_registers: int | None = 168
+    """Rows (queries x query heads of a KV head) of a tile; `block_hopper_kernel` wants 64."""
 
 
 def checked_strides(q_THD: Tensor, pages: LayerPages, out_THD: Tensor) -> tuple[int, ...]:
     page_strides = pages.k_pages.stride()
-    if page_strides != pages.v_pages.stride() or page_strides[2:] != (
-        pages.k_pages.shape[3],
-        1,
-    ):
+    if page_strides != pages.v_pages.stride() or page_strides[2:] != (pages.k_pages.shape[3], 1):
         raise ValueError("msa_attention: a page of one KV head must be contiguous, K and V alike")
     if q_THD.stride()[1:] != out_THD.stride()[1:] or q_THD.stride(1) != q_THD.shape[2]:
         raise ValueError("msa_attention: the heads of a token must be contiguous")
@@ -63,10 +59,6 @@ def padded(size: int, least: int = 1) -> int:
 def product_type(q_THD: Tensor) -> tl.dtype:
     types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     return types[q_THD.dtype]
-
-
-def _register_limit(q_THD: Tensor, limit: int | None) -> dict[str, int]:
-    return {"maxnreg": limit} if limit and q_THD.is_cuda else {}
 
 
 @functools.cache
@@ -93,83 +85,101 @@ def attend_blocks(
     group, head_dim = q_THD.shape[1] // num_kv_heads, q_THD.shape[2]
     heads = math.gcd(launch.heads, num_kv_heads)
     slab = min(launch.slab, num_tokens)
+    num_slabs = -(-num_tokens // slab)
     tile = max(1, launch.rows // padded(group))
+    strides = checked_strides(q_THD, pages, out_THD)
     if launch.on_hopper:
         from inference.kernels.msa_attention import block_hopper_kernel
 
         pages, batch = block_hopper_kernel.prepared(pages, batch, q_THD.dtype)
     lists = invert_blocks(blocks_TKB, batch, slab=slab, heads=heads, tile=tile, unit=launch.unit)
     num_passes, num_rows = lists.tokens_PL.shape
-    strides = checked_strides(q_THD, pages, out_THD)
-    attend = functools.partial(_attend_pass, q_THD, pages, batch, lists, scale, launch, strides)
+    attend = functools.partial(_attend_pass, q_THD, pages, batch, lists, scale, tile, strides)
     programs = num_rows // tile
     if launch.on_hopper:
         attend = block_hopper_kernel.Attend(q_THD, pages, batch, lists, scale)
         programs = min(programs, _num_multiprocessors(q_THD.device))
-    part_type = torch.float32 if q_THD.dtype == torch.float32 else q_THD.dtype
-    scratch = [
-        (
-            torch.empty((num_rows, group, head_dim), dtype=part_type, device=q_THD.device),
-            torch.empty((num_rows, group), dtype=torch.float32, device=q_THD.device),
-        )
-        for _ in range(min(2, num_passes))
-    ]
-    turns = _Turns(q_THD.device, num_passes)
-    for index in range(num_passes):
-        part, lse = scratch[index % 2]
-        with turns.attending(index):
-            # Nothing is combined yet beside the first pass.
-            attend(index, part, lse, programs if index == 0 else max(1, programs - launch.spared))
-        turns.begin_combining()
-        i_head, i_slab = divmod(index, -(-num_tokens // slab))
-        tokens = slice(i_slab * slab, min((i_slab + 1) * slab, num_tokens))
-        kv_heads = slice(i_head * heads, (i_head + 1) * heads)
-        combine_kernel[(tokens.stop - tokens.start, heads)](
-            part,
-            lse,
-            lists.row_TKB[tokens, kv_heads],
-            out_THD[tokens, i_head * heads * group :],
-            strides[1],
-            num_kv_heads * topk,
-            topk,
-            K=heads,
-            G=group,
-            G_PAD=padded(group),
-            D=head_dim,
-            D_PAD=padded(head_dim),
-            PARTS=topk,
-            PARTS_PAD=padded(topk),
-            LISTED=True,
-            num_warps=8,
-        )
-        turns.end_combining()
+
+    def new_scratch() -> tuple[Tensor, Tensor]:
+        part = torch.empty((num_rows, group, head_dim), dtype=q_THD.dtype, device=q_THD.device)
+        return part, torch.empty((num_rows, group), dtype=torch.float32, device=q_THD.device)
+
+    scratch = [new_scratch()]
+    with _Turns(q_THD.device, num_passes) as turns:
+        # Nothing is combined yet beside the first pass.
+        attend(0, *scratch[0], programs)
+        for index in range(num_passes):
+            if index + 1 < num_passes:
+                # Launched before the combining that it runs beside, lest that take every place.
+                scratch += [new_scratch()] if index == 0 else []
+                with turns.attending(index + 1):
+                    attend(index + 1, *scratch[(index + 1) % 2], max(1, programs - launch.spared))
+            i_head, i_slab = divmod(index, num_slabs)
+            with turns.combining(index):
+                combine_kernel[(min(slab, num_tokens - i_slab * slab), heads)](
+                    *scratch[index % 2],
+                    lists.row_TKB,
+                    out_THD,
+                    strides[1],
+                    num_kv_heads * topk,
+                    topk,
+                    i_slab * slab,
+                    i_head * heads,
+                    K=num_kv_heads,
+                    G=group,
+                    G_PAD=padded(group),
+                    D=head_dim,
+                    D_PAD=padded(head_dim),
+                    PARTS=topk,
+                    PARTS_PAD=padded(topk),
+                    LISTED=True,
+                    num_warps=8,
+                )
 
 
 class _Turns:
-    """A pass is attended while the one before is combined; two share the scratch in turn."""
+    """Who waits for whom when each pass is attended beside the combining of the one before.
+
+    Two scratches are used in turn: pass i + 2 is attended once pass i is combined. The first pass
+    is attended and all are combined on the caller's stream, which on leaving has waited for all
+    work, also after an error: what the passes used may be freed there.
+    """
 
     def __init__(self, device: torch.device, num_passes: int) -> None:
         self._is_parallel = device.type == "cuda" and num_passes > 1
-        self._combined: list[torch.cuda.Event] = []
+        self._attended, self._combined = {}, {}
         if self._is_parallel:
             self._main = torch.cuda.current_stream(device)
             self._side = _attending_stream(device)
-            self._side.wait_stream(self._main)
 
-    def attending(self, index: int) -> AbstractContextManager[object]:
-        if not self._is_parallel:
-            return nullcontext()
-        if index >= 2:
-            self._side.wait_event(self._combined[index - 2])
-        return torch.cuda.stream(self._side)
+    def __enter__(self) -> Self:
+        return self
 
-    def begin_combining(self) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_parallel:
             self._main.wait_stream(self._side)
 
-    def end_combining(self) -> None:
+    @contextmanager
+    def attending(self, index: int) -> Iterator[None]:
+        """Around the launch of pass `index` > 0."""
+        if not self._is_parallel:
+            yield
+            return
+        if index == 1:
+            self._side.wait_stream(self._main)
+        else:
+            self._side.wait_event(self._combined[index - 2])
+        with torch.cuda.stream(self._side):
+            yield
+        self._attended[index] = self._side.record_event()
+
+    @contextmanager
+    def combining(self, index: int) -> Iterator[None]:
+        if index in self._attended:
+            self._main.wait_event(self._attended[index])
+        yield
         if self._is_parallel:
-            self._combined.append(self._main.record_event())
+            self._combined[index] = self._main.record_event()
 
 
 def _attend_pass(
@@ -178,7 +188,7 @@ def _attend_pass(
     batch: PagedBatch,
     lists: BlockLists,
     scale: float,
-    launch: BlockMajor,
+    tile: int,
     strides: tuple[int, ...],
     index: int,
     part: Tensor,
@@ -211,11 +221,12 @@ def _attend_pass(
         D_PAD=padded(head_dim, 16),
         PAGE=page_size,
         PAGE_PAD=padded(page_size, 16),
-        TILE=max(1, launch.rows // padded(group)),
+        TILE=tile,
         TYPE=product_type(q_THD),
-        num_warps=launch.num_warps,
+        num_warps=4,
         num_stages=1,
-        **_register_limit(q_THD, launch.max_registers),
+        # Three programs a multiprocessor; the interpreter knows no such option.
+        **({"maxnreg": 168} if q_THD.is_cuda else {}),
     )
 
 
@@ -340,7 +351,7 @@ def _block_kernel(
             tl.store(lse_ptr + o_row, b_lse, mask=m_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("first_token", "first_head"))
 def combine_kernel(
     part_ptr,
     lse_ptr,
@@ -349,6 +360,8 @@ def combine_kernel(
     stride_ot,
     stride_rt,
     stride_rk,
+    first_token,
+    first_head,
     K: tl.constexpr,
     G: tl.constexpr,
     G_PAD: tl.constexpr,
@@ -359,7 +372,7 @@ def combine_kernel(
     LISTED: tl.constexpr,
 ):
     """Add the parts of one token and KV head: rows named at `row_ptr` if LISTED, else in order."""
-    i_t, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_t, i_k = (tl.program_id(0) + first_token).to(tl.int64), tl.program_id(1) + first_head
     o_p, o_g, o_d = tl.arange(0, PARTS_PAD), tl.arange(0, G_PAD), tl.arange(0, D_PAD)
     if LISTED:
         p_row = row_ptr + i_t * stride_rt + i_k * stride_rk

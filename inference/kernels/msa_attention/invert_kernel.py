@@ -12,6 +12,7 @@ only the latter pay for a mask.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,17 +47,34 @@ class BlockLists:
     """KV heads of a pass; pass `h * slabs + s` has the h-th `heads` of them and the s-th slab."""
 
 
-def request_lists(batch: PagedBatch) -> tuple[np.ndarray, int]:
+def _request_lists(batch: PagedBatch, device: torch.device) -> tuple[Tensor, int]:
     """([R, 3] int32, number of lists in a pass) of the prefill requests.
 
     Per request: its first list, its number of blocks, the first block that a query sees in part.
     """
-    query_len_R, seq_len_R = (part[batch.num_decodes :] for part in batch.host_lengths())
-    blocks_R = -(-seq_len_R // batch.page_size)
-    partial_R = (seq_len_R - query_len_R).clip(min=0) // batch.page_size
+    query_lens, seq_lens = (
+        tuple(part[batch.num_decodes :].tolist()) for part in batch.host_lengths()
+    )
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _cached_request_lists(query_lens, seq_lens, batch.page_size, device, stream)
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_request_lists(
+    query_lens: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+    page_size: int,
+    device: torch.device,
+    _stream: int,
+) -> tuple[Tensor, int]:
+    """The layers of a step share one copy; it is ordered before its readers on one stream only."""
+    query_len_R, seq_len_R = np.array(query_lens), np.array(seq_lens)
+    blocks_R = -(-seq_len_R // page_size)
+    partial_R = (seq_len_R - query_len_R).clip(min=0) // page_size
     lists_R = 2 * blocks_R - partial_R
     first_R = np.cumsum(lists_R) - lists_R
-    return np.stack([first_R, blocks_R, partial_R], 1).astype(np.int32), int(lists_R.sum())
+    requests_R3 = np.stack([first_R, blocks_R, partial_R], 1).astype(np.int32)
+    return torch.from_numpy(requests_R3).to(device, non_blocking=True), int(lists_R.sum())
 
 
 def _cdiv(number: int, by: int) -> int:
@@ -77,7 +95,7 @@ def invert_blocks(
     """
     device = blocks_TKB.device
     num_tokens, num_kv_heads, topk = blocks_TKB.shape
-    requests_R3, num_lists = request_lists(batch)
+    requests_R3, num_lists = _request_lists(batch, device)
     num_slabs = _cdiv(num_tokens, slab)
     num_passes = num_kv_heads // heads * num_slabs
     num_pairs = heads * min(slab, num_tokens) * topk
@@ -114,7 +132,7 @@ def invert_blocks(
         batch.query_start_R1,
         batch.seq_len_R,
         batch.page_table_RN,
-        torch.from_numpy(requests_R3).to(device, non_blocking=True),
+        requests_R3,
         list_TKB,
         rank_TKB,
         info_X3,

@@ -27,6 +27,8 @@ from inference.kernels.paging import LayerPages, PagedBatch
 
 PASS_TOKENS = 8192
 """Tokens times KV heads of a pass of the way for many tokens."""
+FEW_TOKENS = 6144
+"""Tokens times KV heads up to which the way for few is the faster one."""
 
 
 class QueryMajor(NamedTuple):
@@ -36,7 +38,6 @@ class QueryMajor(NamedTuple):
     """Programs that share the blocks of one (token, KV head)."""
     tile: int = 64
     """Keys a step."""
-    num_warps: int = 4
     num_stages: int = 3
 
 
@@ -73,18 +74,19 @@ def choose_launch(
     if num_tokens <= 128:
         split = max(1, min(topk, 256 // (num_tokens * num_kv_heads)))
         return QueryMajor(split=padded(split))
+    if num_tokens * num_kv_heads <= FEW_TOKENS:
+        return QueryMajor()
     from inference.kernels.msa_attention import block_hopper_kernel
 
-    on_hopper = block_hopper_kernel.serves(q_THD, pages, batch)
-    if num_tokens <= (512 if on_hopper else 1536):
-        return QueryMajor()
     # A block wants many tokens that chose it, L2 few between two visits of a query, and the parts
     # of a pass take 64 KiB a token and head.
     num_blocks = -(-int(batch.host_lengths()[1].max()) // batch.page_size)
     slab = max(2048, PASS_TOKENS // num_kv_heads, 4 * padded(num_blocks))
     slab = min(slab, PASS_TOKENS)
     return BlockMajor(
-        slab=slab, heads=PASS_TOKENS // padded(min(slab, num_tokens)), on_hopper=on_hopper
+        slab=slab,
+        heads=PASS_TOKENS // padded(min(slab, num_tokens)),
+        on_hopper=block_hopper_kernel.serves(q_THD, pages, batch),
     )
 
 
@@ -141,7 +143,7 @@ def _attend_queries(
         TILE=min(launch.tile, padded(page_size, 16)),
         SPLIT=split,
         TYPE=product_type(q_THD),
-        num_warps=launch.num_warps,
+        num_warps=4,
         num_stages=launch.num_stages,
     )
     if split > 1:
@@ -151,6 +153,8 @@ def _attend_queries(
             part,
             out_THD,
             stride_ot,
+            0,
+            0,
             0,
             0,
             K=num_kv_heads,

@@ -1,7 +1,9 @@
+import contextlib
+
 import pytest
 import torch
 
-from inference.kernels.msa_attention import block_hopper_kernel, reference
+from inference.kernels.msa_attention import block_hopper_kernel, block_kernel, reference
 from inference.kernels.msa_attention.block_kernel import BlockMajor
 from inference.kernels.msa_attention.invert_kernel import invert_blocks
 from inference.kernels.msa_attention.prefill_kernel import (
@@ -165,12 +167,58 @@ def test_lists_hold_every_choice_once(paged, kernel_device, slab, heads):
 
 def test_the_way_is_chosen_by_length(paged):
     case = paged([1600], [1600], page_size=128, num_kv_heads=1, dtype=torch.bfloat16)
-    blocks = torch.zeros(1600, 1, 16, dtype=torch.int32)
-    q = torch.zeros(1600, 16, 128, dtype=torch.bfloat16)
-    for tokens, way in ((1, QueryMajor), (300, QueryMajor), (1600, BlockMajor)):
-        launch = choose_launch(q[:tokens], case.pages, blocks[:tokens], case.batch)
+    q = torch.zeros(1, 16, 128, dtype=torch.bfloat16)
+    for tokens, heads, way in (
+        (1, 4, QueryMajor),
+        (1536, 4, QueryMajor),
+        (1600, 1, QueryMajor),
+        (1600, 4, BlockMajor),
+        (7000, 1, BlockMajor),
+    ):
+        blocks = torch.zeros(1, 1, 16, dtype=torch.int32).expand(tokens, heads, 16)
+        launch = choose_launch(q.expand(tokens, 16, 128), case.pages, blocks, case.batch)
         assert isinstance(launch, way)
     assert isinstance(choose_launch(q.float(), case.pages, blocks, case.batch), QueryMajor)
+
+
+class FakeStream:
+    """What is known to be done before the stream's next work."""
+
+    def __init__(self) -> None:
+        self.done: set[tuple[str, int]] = set()
+
+    def record_event(self) -> frozenset[tuple[str, int]]:
+        return frozenset(self.done)
+
+    def wait_event(self, event: frozenset[tuple[str, int]]) -> None:
+        self.done |= event
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.done |= other.done
+
+
+@pytest.mark.parametrize("num_passes", [1, 2, 5])
+def test_passes_wait_for_each_other(monkeypatch, num_passes):
+    main, side = FakeStream(), FakeStream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(block_kernel, "_attending_stream", lambda _: side)
+    main.done.add(("lists", 0))
+    with block_kernel._Turns(torch.device("cuda"), num_passes) as turns:
+        main.done.add(("attend", 0))
+        for index in range(num_passes):
+            if index + 1 < num_passes:
+                with turns.attending(index + 1):
+                    assert ("lists", 0) in side.done
+                    # Of the scratch's two users, the earlier has been combined.
+                    assert index == 0 or ("combine", index - 1) in side.done
+                    side.done.add(("attend", index + 1))
+            with turns.combining(index):
+                assert ("attend", index) in main.done
+                assert ("attend", index + 1) not in main.done
+                main.done.add(("combine", index))
+    assert side.done <= main.done
+    assert len(main.done) == 1 + 2 * num_passes
 
 
 def test_widened_pages_hold_the_same_keys(paged, kernel_device):

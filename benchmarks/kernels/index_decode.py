@@ -3,7 +3,7 @@
 Calls follow each other in one graph, and each of ours starts while the one before it selects (2 to
 4 us): it fetches the first pages of its units meanwhile. In an engine step that happens while the
 queries are normed and rotated (1 to 2 us). `alone_us` is the time behind a kernel that nothing
-overlaps.
+overlaps. FP8 pages are cut into more units than BF16 ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.kernels.harness import Bench, K, Pool, Timing, floor_us, time_graph
 from inference.kernels.decode_plan import DecodePlan, plan_units
 from inference.kernels.index_select import index_select, reference
-from inference.kernels.index_select.decode_kernel import num_workers
+from inference.kernels.index_select.decode_kernel import num_shared_workers, num_workers
 from inference.kernels.paging import PagedBatch
 
 PAGE, DIM, HEADS, TOPK, LOCAL = 128, 128, 4, 16, 1
@@ -82,7 +82,7 @@ def _size(context: int) -> str:
     return f"{context // K}K" if context < K * K else "1M"
 
 
-def make_batch(shape: Shape, pool: Pool, workers: int | None = None) -> PagedBatch:
+def make_batch(shape: Shape, pool: Pool) -> PagedBatch:
     """A step of decodes over pages drawn from the pool; groups share all but `OWN_PAGES`."""
     rows, pages, queries = shape.rows, shape.context // PAGE, shape.queries
     table_RN = pool.tables(rows, pages)
@@ -98,8 +98,13 @@ def make_batch(shape: Shape, pool: Pool, workers: int | None = None) -> PagedBat
         groups = (bounds, np.full(len(bounds) - 1, shared))
         # What each has for itself ends somewhere in its last page.
         lens_R = lens_R - np.arange(rows) % (PAGE - queries)
-    workers = workers or num_workers(torch.cuda.get_device_properties(0).multi_processor_count)
-    units = plan_units(-(-lens_R // PAGE), *groups, workers).to("cuda")
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    units = plan_units(
+        -(-lens_R // PAGE),
+        *groups,
+        num_workers(num_sms, is_fp8=shape.fp8),
+        num_shared_workers=num_shared_workers(num_sms),
+    ).to("cuda")
     seq_len_R = torch.from_numpy(lens_R).int().cuda()
     position_RQ = seq_len_R.long()[:, None] - queries + torch.arange(queries, device="cuda")
     return PagedBatch(

@@ -52,7 +52,7 @@ class Worker:
         self.planner: DecodePlanner | None = None
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda":
-            self.planner = _make_planner(model_config, config.page_size, self.device)
+            self.planner = _make_planner(model_config, config, self.device)
             if config.cuda_graph_sizes != ():
                 self.graphs = DecodeGraphs(
                     self.model, self.pages, self.capture, self.planner, self._newest_M, config
@@ -135,16 +135,20 @@ def _weight_views(model: MiniMaxM3, config: ModelConfig) -> dict[str, Tensor]:
     return views
 
 
-def _make_planner(model: ModelConfig, page_size: int, device: torch.device) -> DecodePlanner:
+def _make_planner(model: ModelConfig, config: EngineConfig, device: torch.device) -> DecodePlanner:
     from inference.kernels.index_select import decode_kernel as index_kernel
     from inference.kernels.paged_attention import decode_kernel as dense_kernel
 
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     num_kv_heads = model.num_key_value_heads
-    index = index_kernel.num_workers(num_sms)
+    is_fp8 = config.index_dtype == "float8_e4m3fn"
+    assert config.page_size is not None, "EngineConfig.resolve fills in the page size"
     return DecodePlanner(
-        page_size,
-        Workers(index, index),
+        config.page_size,
+        Workers(
+            index_kernel.num_workers(num_sms, is_fp8=is_fp8),
+            index_kernel.num_shared_workers(num_sms),
+        ),
         Workers(
             dense_kernel.num_workers(num_sms, num_kv_heads),
             dense_kernel.num_shared_workers(

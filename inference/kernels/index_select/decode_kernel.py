@@ -2,9 +2,8 @@
 
 A program of the score kernel reads a run of pages once for all heads and query tokens that see
 them; a page's scores are a maximum in registers, and one float a page and head reaches memory.
-Each launch may begin while the one before it ends (programmatic dependent launch): the plan, the
-page table, the positions and the lengths are older than that one, so the first pages of every unit
-are on their way to L2 before the queries exist.
+The score kernels here run on any GPU and in Triton's interpreter; at M3's shapes on Hopper those of
+`decode_hopper_kernel` take their place.
 
 Suffixes: `T` tokens · `R` decodes · `N` logical pages · `U` units · `C` columns (query token, head)
 · `S` keys of a page · `D` index head dim.
@@ -14,53 +13,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inference.kernels.decode_plan import SHARED_ROWS
+from inference.kernels.index_select import decode_hopper_kernel
+from inference.kernels.index_select.decode_hopper_kernel import MAX_COLUMNS, padded_columns
 from inference.kernels.index_select.select_kernel import check_choice, choose_row
 from inference.kernels.paging import PagedBatch
 
-MAX_COLUMNS = 64
-"""Columns of one program; more are spread over programs that read the same pages."""
-PREFETCH = 4
-"""Leading pages of a unit that are brought to L2 while the launch before still runs."""
 
+def num_workers(num_sms: int, *, is_fp8: bool = False) -> int:
+    """How many own index units `plan_units` should aim at on a GPU of `num_sms` multiprocessors.
 
-def num_workers(num_sms: int) -> int:
-    """How many index units `plan_units` should aim at on a GPU of `num_sms` multiprocessors."""
-    return 2 * num_sms
-
-
-@triton.jit
-def _prefetch(
-    p_page_ids, index_pages, num_pages, page_stride, ELEMENTS: tl.constexpr, PAGES: tl.constexpr
-):
-    """Have the first `PAGES` pages of a run brought to L2; nothing waits for them.
-
-    What is written to them later is seen nevertheless: L2 is one for all multiprocessors.
+    `is_fp8`: the index pages are FP8, and programs so small that four share a multiprocessor.
     """
-    bits: tl.constexpr = index_pages.dtype.element_ty.primitive_bitwidth
-    for i in tl.static_range(PAGES):
-        page = tl.load(p_page_ids + i, mask=i < num_pages, other=0)
-        p_page = index_pages + page.to(tl.int64) * page_stride
-        num_bytes = tl.where(i < num_pages, ELEMENTS * bits // 8, 0)
-        # One thread asks for the page.
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p;
-            .reg .u32 t;
-            mov.u32 t, %tid.x;
-            setp.eq.u32 p, t, 0;
-            setp.ne.and.u32 p, $2, 0, p;
-            @p cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r",
-            [p_page.to(tl.int64), num_bytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    return (4 if is_fp8 else 2) * num_sms
+
+
+def num_shared_workers(num_sms: int) -> int:
+    """The same for units of shared pages, whatever the pages' dtype."""
+    return 2 * num_sms
 
 
 @triton.jit
@@ -68,7 +39,6 @@ def _scores_of_pages(
     p_q,
     p_page_ids,
     index_pages,
-    keys_desc,
     p_scores,
     num_pages,
     num_columns,
@@ -94,35 +64,22 @@ def _scores_of_pages(
     if is_fp8 and b_q.dtype == tl.bfloat16:
         # FP8 widens to FP16 in one instruction; a query is normed, so it fits.
         b_q = b_q.to(tl.float16)
-    # As rows of the product, columns have their maxima within a warp; keys that must be widened
-    # come from registers, which only rows can.
-    COLUMNS_ARE_ROWS: tl.constexpr = BLOCK_C >= 64 and not is_fp8 and not MASKED
     p_score = p_scores + o_c.to(tl.int64) * score_stride
+    # [S, D]
+    m_keys = (o_s[:, None] < PAGE) & (o_d[None, :] < DIM)
     o_key = o_s[:, None] * DIM + o_d[None, :]
     for i in tl.range(0, num_pages, num_stages=STAGES):
         next_page = tl.load(p_page_ids + i + 1, mask=i + 1 < num_pages, other=0)
-        # [S, D]
-        if keys_desc is not None:
-            b_keys = keys_desc.load([page * PAGE, 0])
-        else:
-            m_keys = (o_s[:, None] < PAGE) & (o_d[None, :] < DIM)
-            p_keys = index_pages + page.to(tl.int64) * page_stride
-            b_keys = tl.load(p_keys + o_key, mask=m_keys, other=0.0)
-        if COLUMNS_ARE_ROWS:
-            # [C, S]
-            b_score = tl.dot(b_q, b_keys.T, input_precision="ieee")
-            if PAGE != BLOCK_S:
-                b_score = tl.where(o_s[None, :] < PAGE, b_score, float("-inf"))
-            b_max = tl.max(b_score, 1)
-        else:
-            # [S, C]
-            b_score = tl.dot(b_keys.to(b_q.dtype), b_q.T, input_precision="ieee")
-            if MASKED:
-                m_score = i * PAGE + o_s[:, None] <= b_last_key[None, :]
-                b_score = tl.where(m_score, b_score, float("-inf"))
-            if PAGE != BLOCK_S:
-                b_score = tl.where(o_s[:, None] < PAGE, b_score, float("-inf"))
-            b_max = tl.max(b_score, 0)
+        p_keys = index_pages + page.to(tl.int64) * page_stride
+        b_keys = tl.load(p_keys + o_key, mask=m_keys, other=0.0)
+        # [S, C]
+        b_score = tl.dot(b_keys.to(b_q.dtype), b_q.T, input_precision="ieee")
+        if MASKED:
+            m_score = i * PAGE + o_s[:, None] <= b_last_key[None, :]
+            b_score = tl.where(m_score, b_score, float("-inf"))
+        if PAGE != BLOCK_S:
+            b_score = tl.where(o_s[:, None] < PAGE, b_score, float("-inf"))
+        b_max = tl.max(b_score, 0)
         tl.store(p_score + i, b_max, mask=m_c)
         page = next_page
 
@@ -131,7 +88,6 @@ def _scores_of_pages(
 def _own_score_kernel(
     index_q_TKD,
     index_pages,
-    keys_desc,
     page_table_RN,
     own_U3,
     positions_T,
@@ -148,32 +104,22 @@ def _own_score_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
-    AFTER_SHARED: tl.constexpr,
 ):
     p_unit = own_U3 + tl.program_id(0) * 3
     # An unused unit may say anything but its number of pages.
     i_row = tl.maximum(tl.load(p_unit), 0).to(tl.int64)
     first_page, num_pages = tl.maximum(tl.load(p_unit + 1), 0), tl.load(p_unit + 2)
     p_page_ids = page_table_RN + i_row * table_stride + first_page
-    if PREFETCH:
-        _prefetch(p_page_ids, index_pages, num_pages, page_stride, PAGE * DIM, PREFETCH)
     # The last key that each column sees, counted from the unit's first one.
     o_query = tl.minimum(tl.arange(0, BLOCK_C) // HEADS, QUERIES - 1)
     b_position = tl.load(positions_T + i_row * QUERIES + o_query).to(tl.int32)
     b_last_key = tl.minimum(b_position, tl.load(seq_len_R + i_row) - 1) - first_page * PAGE
-    if PDL:
-        if not AFTER_SHARED:
-            tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     if num_pages > 0:
         i_column = i_row * QUERIES * HEADS
         _scores_of_pages(
             index_q_TKD + i_column * DIM,
             p_page_ids,
             index_pages,
-            keys_desc,
             scores_CN + i_column * score_stride + first_page,
             num_pages,
             QUERIES * HEADS,
@@ -188,16 +134,12 @@ def _own_score_kernel(
             True,
             STAGES,
         )
-    if PDL and AFTER_SHARED:
-        # Nothing here needs the shared pages' scores, but who waits for this launch does.
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def _shared_score_kernel(
     index_q_TKD,
     index_pages,
-    keys_desc,
     page_table_RN,
     shared_X4,
     scores_CN,
@@ -211,18 +153,11 @@ def _shared_score_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     p_unit = shared_X4 + tl.program_id(0) * 4
     i_row, num_rows = tl.maximum(tl.load(p_unit), 0).to(tl.int64), tl.load(p_unit + 1)
     first_page, num_pages = tl.maximum(tl.load(p_unit + 2), 0), tl.load(p_unit + 3)
     p_page_ids = page_table_RN + i_row * table_stride + first_page
-    if PREFETCH:
-        _prefetch(p_page_ids, index_pages, num_pages, page_stride, PAGE * DIM, PREFETCH)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring requests' columns lie one after another.
     first_column = tl.program_id(1) * BLOCK_C
     num_columns = num_rows * COLUMNS - first_column
@@ -232,7 +167,6 @@ def _shared_score_kernel(
             index_q_TKD + i_column * DIM,
             p_page_ids,
             index_pages,
-            keys_desc,
             scores_CN + i_column * score_stride + first_page,
             num_pages,
             num_columns,
@@ -297,67 +231,19 @@ def index_select_decode(
     check_choice(topk_blocks, local_blocks)
     if batch.plan is None:
         raise ValueError("index_select: decodes on CUDA need batch.plan, made by plan_units")
-    units = batch.plan.index
     num_tokens, num_heads = batch.num_decode_tokens, index_q_TKD.shape[1]
     page_size, dim = index_pages.shape[1:]
     assert index_q_TKD.is_contiguous()
     assert blocks_TKB.is_contiguous()
     assert index_pages.stride()[1:] == (dim, 1), "a page of index keys must be contiguous"
-    table_RN = batch.page_table_RN
     scores_CN = torch.empty(
-        (num_tokens * num_heads, -(-table_RN.shape[1] // 16) * 16),
+        (num_tokens * num_heads, -(-batch.page_table_RN.shape[1] // 16) * 16),
         dtype=torch.float32,
         device=index_q_TKD.device,
     )
-    strides = (index_pages.stride(0), table_RN.stride(0), scores_CN.stride(0))
-    keys_desc = _descriptor(index_pages)
-    tile = {
-        "PREFETCH": 0 if keys_desc is None else PREFETCH,
-        "PAGE": page_size,
-        "DIM": dim,
-        "BLOCK_S": max(16, triton.next_power_of_2(page_size)),
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-    }
-    pdl = index_q_TKD.is_cuda
-    launch = {"PDL": pdl, "launch_pdl": pdl}
-    columns = batch.decode_query_len * num_heads
-    num_shared = units.shared_X4.shape[0]
-    if num_shared:
-        most = 16 if _is_fp32(index_pages) else MAX_COLUMNS
-        block_c = min(most, _padded_columns(SHARED_ROWS * columns))
-        _shared_score_kernel[num_shared, triton.cdiv(SHARED_ROWS * columns, block_c)](
-            index_q_TKD,
-            index_pages,
-            keys_desc,
-            table_RN,
-            units.shared_X4,
-            scores_CN,
-            *strides,
-            COLUMNS=columns,
-            BLOCK_C=block_c,
-            **tile,
-            **launch,
-            **_stages(index_pages),
-        )
-    if units.own_U3.shape[0]:
-        _own_score_kernel[(units.own_U3.shape[0],)](
-            index_q_TKD,
-            index_pages,
-            keys_desc,
-            table_RN,
-            units.own_U3,
-            batch.positions_T,
-            batch.seq_len_R,
-            scores_CN,
-            *strides,
-            QUERIES=batch.decode_query_len,
-            HEADS=num_heads,
-            BLOCK_C=_padded_columns(columns),
-            AFTER_SHARED=num_shared > 0,
-            **tile,
-            **launch,
-            **_stages(index_pages),
-        )
+    on_hopper = decode_hopper_kernel.can_run(index_q_TKD, index_pages, batch.decode_query_len)
+    score = decode_hopper_kernel.score_pages if on_hopper else _score_portable
+    score(index_q_TKD, index_pages, batch, scores_CN)
     _select_decode_kernel[(num_tokens * num_heads,)](
         scores_CN,
         batch.positions_T,
@@ -370,31 +256,57 @@ def index_select_decode(
         TOPK=topk_blocks,
         LOCAL=local_blocks,
         WIDTH=64,
-        num_warps=4,
-        **launch,
+        PDL=on_hopper,
+        num_warps=8,
+        launch_pdl=on_hopper,
     )
 
 
-def _padded_columns(num_columns: int) -> int:
-    return max(16, triton.next_power_of_2(num_columns))
-
-
-def _descriptor(index_pages: Tensor) -> TensorDescriptor | None:
-    """Keys as the copy engine fetches them, a page at a time; None where it cannot."""
-    _, page_size, dim = index_pages.shape
-    fits = page_size in (64, 128, 256) and dim in (64, 128, 256)
-    if not (fits and index_pages.is_cuda and index_pages.is_contiguous()) or _is_fp32(index_pages):
-        return None
-    return TensorDescriptor.from_tensor(index_pages.view(-1, dim), [page_size, dim])
-
-
-def _stages(index_pages: Tensor) -> dict[str, int]:
-    """Pages in flight of one program: two programs fit a multiprocessor's shared memory."""
-    if _is_fp32(index_pages):
-        # The mode to check against: no tensor cores, so operands pass through registers.
-        return {"STAGES": 1, "num_warps": 8}
-    return {"STAGES": 3 if index_pages.element_size() == 2 else 5, "num_warps": 4}
-
-
-def _is_fp32(index_pages: Tensor) -> bool:
-    return index_pages.dtype == torch.float32
+def _score_portable(
+    index_q_TKD: Tensor, index_pages: Tensor, batch: PagedBatch, scores_CN: Tensor
+) -> None:
+    """Write the scores of the pages in `batch.plan`; what no query token sees is -inf."""
+    assert batch.plan is not None, "the caller has checked"
+    units, table_RN = batch.plan.index, batch.page_table_RN
+    page_size, dim = index_pages.shape[1:]
+    num_heads, is_fp32 = index_q_TKD.shape[1], index_q_TKD.dtype == torch.float32
+    columns = batch.decode_query_len * num_heads
+    strides = (index_pages.stride(0), table_RN.stride(0), scores_CN.stride(0))
+    options = {
+        "PAGE": page_size,
+        "DIM": dim,
+        "BLOCK_S": max(16, triton.next_power_of_2(page_size)),
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        # FP32 is the mode to check against: operands pass through registers.
+        "STAGES": 1 if is_fp32 else 3,
+        "num_warps": 8 if is_fp32 else 4,
+    }
+    num_shared, num_own = units.shared_X4.shape[0], units.own_U3.shape[0]
+    if num_shared:
+        block_c = min(16 if is_fp32 else MAX_COLUMNS, padded_columns(SHARED_ROWS * columns))
+        _shared_score_kernel[num_shared, triton.cdiv(SHARED_ROWS * columns, block_c)](
+            index_q_TKD,
+            index_pages,
+            table_RN,
+            units.shared_X4,
+            scores_CN,
+            *strides,
+            COLUMNS=columns,
+            BLOCK_C=block_c,
+            **options,
+        )
+    if num_own:
+        _own_score_kernel[(num_own,)](
+            index_q_TKD,
+            index_pages,
+            table_RN,
+            units.own_U3,
+            batch.positions_T,
+            batch.seq_len_R,
+            scores_CN,
+            *strides,
+            QUERIES=batch.decode_query_len,
+            HEADS=num_heads,
+            BLOCK_C=padded_columns(columns),
+            **options,
+        )

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from inference.kernels.index_select import index_select, reference
+from inference.kernels.paging import LayerPages
+from inference.kernels.qk_norm_rope_write import QKNorms, qk_norm_rope_write
 
 FP8 = torch.float8_e4m3fn
 
@@ -185,9 +187,12 @@ def test_decodes_on_a_gpu_need_a_plan(paged, kernel_device):
 # ---- real shapes
 
 
-def agreement(case, index_q, found, keys):
+M3 = {"dtype": torch.bfloat16, "page_size": 128, "num_kv_heads": 1, "index_dim": 128}
+
+
+def agreement(case, index_q, found, keys, local=1):
     """Largest gap between FP32 scores of what was chosen and of what the reference chooses."""
-    expected = reference.index_select(index_q, keys, case.batch, found.shape[-1], 1)
+    expected = reference.index_select(index_q, keys, case.batch, found.shape[-1], local)
     assert torch.equal(found < 0, expected < 0)
     worst = 0.0
     for token, head in (found != expected).any(-1).nonzero().tolist():
@@ -206,50 +211,85 @@ def agreement(case, index_q, found, keys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("keys_dtype", [torch.bfloat16, FP8])
-@pytest.mark.parametrize("queries", [1, 4])
-@pytest.mark.parametrize("num_heads", [4, 1])
-def test_m3_decodes_choose_as_the_reference(paged, cuda, keys_dtype, queries, num_heads):
-    """Choices differ only where scores tie within FP32's rounding of 128 products."""
-    seq_lens = [4096, 129, 20_000, 7, 33_000, 0]
-    case = decodes(
-        paged, seq_lens, queries, dtype=torch.bfloat16, page_size=128, num_kv_heads=1, index_dim=128
-    ).to(cuda)
+def test_hopper_has_kernels_of_its_own(paged, cuda):
+    from inference.kernels.index_select.decode_hopper_kernel import can_run
+
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    keys = torch.zeros(3, 128, 128, dtype=torch.bfloat16, device=cuda)
+    index_q = torch.zeros(8, 4, 128, dtype=torch.bfloat16, device=cuda)
+    assert can_run(index_q, keys, 8) == is_hopper
+    assert can_run(index_q, keys.to(FP8), 1) == is_hopper
+    assert can_run(index_q.half(), keys.half(), 1) == is_hopper
+    assert not can_run(index_q.float(), keys.float(), 1)
+    assert not can_run(index_q.float(), keys.to(FP8), 1)
+    assert not can_run(index_q, keys[:, :64].contiguous(), 1)
+    assert not can_run(index_q, keys[::2], 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("q_dtype", "keys_dtype", "queries", "num_heads"),
+    [
+        (torch.bfloat16, torch.bfloat16, 1, 4),
+        (torch.bfloat16, torch.bfloat16, 4, 1),
+        (torch.bfloat16, torch.bfloat16, 8, 4),
+        (torch.bfloat16, FP8, 1, 4),
+        (torch.bfloat16, FP8, 4, 1),
+        (torch.bfloat16, FP8, 8, 4),
+        (torch.float16, torch.float16, 1, 4),
+        (torch.float32, torch.float32, 1, 4),
+        (torch.float32, FP8, 4, 4),
+    ],
+)
+def test_m3_decodes_choose_as_the_reference(paged, cuda, q_dtype, keys_dtype, queries, num_heads):
+    """Choices differ only where scores tie within FP32's rounding of 128 products.
+
+    The query tokens of some lie in two pages; one row is padding.
+    """
+    seq_lens = [4096, 129, 20_000, 8, 0, 33_027]
+    case = decodes(paged, seq_lens, queries, **M3 | {"dtype": q_dtype}).to(cuda)
     index_q = case.randn(case.num_tokens, num_heads, 128).to(cuda)
+    keys = case.pages.index_pages.to(keys_dtype)
+    for workers in (264, 7):
+        case.plan(workers)
+        found = select(case, index_q, index_pages=keys)
+        assert agreement(case, index_q, found, keys.to(q_dtype)) < 1e-4
+        assert torch.equal(found, select(case, index_q, index_pages=keys))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("seq_len", [1, 128, 129, 131_072])
+def test_a_single_m3_decode_chooses_as_the_reference(paged, cuda, keys_dtype, seq_len):
+    case = decodes(paged, [seq_len], **M3).to(cuda)
+    index_q = case.randn(1, 4, 128).to(cuda)
     keys = case.pages.index_pages.to(keys_dtype)
     case.plan(264)
     found = select(case, index_q, index_pages=keys)
     assert agreement(case, index_q, found, keys.to(torch.bfloat16)) < 1e-4
-    assert torch.equal(found, select(case, index_q, index_pages=keys))
 
 
 @pytest.mark.gpu
-def test_m3_groups_choose_as_without_sharing(paged, cuda):
-    seq_lens = [8192 + 3 + 37 * place for place in range(16)] + [5000]
-    case = decodes(
-        paged, seq_lens, dtype=torch.bfloat16, page_size=128, num_kv_heads=1, index_dim=128
-    )
-    share_pages(case, [((0, 16), 64)])
+@pytest.mark.parametrize("keys_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize(("queries", "num_heads"), [(1, 4), (1, 1), (8, 4)])
+def test_m3_groups_choose_as_the_reference(paged, cuda, keys_dtype, queries, num_heads):
+    """A group of 18 is read in parts of 16 and 2; one decode is alone, one row is padding."""
+    seq_lens = [4096 + 8 + 37 * place for place in range(18)] + [5000, 0]
+    case = decodes(paged, seq_lens, queries, **M3)
+    share_pages(case, [((0, 18), 32)])
     case = case.to(cuda)
-    index_q = case.randn(case.num_tokens, 4, 128).to(cuda)
-    case.plan(264)
-    alone = select(case, index_q)
-    case.plan(264, groups=([0, 16, 17], [64, 0]))
-    together = select(case, index_q)
-    assert agreement(case, index_q, together, case.pages.index_pages) < 1e-4
-    assert float((alone != together).any(-1).float().mean()) < 0.1
+    index_q = case.randn(case.num_tokens, num_heads, 128).to(cuda)
+    keys = case.pages.index_pages.to(keys_dtype)
+    for workers in (264, 3):
+        case.plan(workers, groups=([0, 18, 19, 20], [32, 0, 0]))
+        found = select(case, index_q, index_pages=keys)
+        assert agreement(case, index_q, found, keys.to(torch.bfloat16)) < 1e-4
+        assert torch.equal(found, select(case, index_q, index_pages=keys))
 
 
 @pytest.mark.gpu
 def test_a_replayed_graph_chooses_as_the_eager_call(paged, cuda):
-    case = decodes(
-        paged,
-        [4096, 700, 0],
-        dtype=torch.bfloat16,
-        page_size=128,
-        num_kv_heads=1,
-        index_dim=128,
-    ).to(cuda)
+    case = decodes(paged, [4096, 700, 0], **M3).to(cuda)
     index_q = case.randn(case.num_tokens, 4, 128).to(cuda)
     case.plan(264)
     options = {"topk_blocks": 16, "local_blocks": 1}
@@ -261,3 +301,134 @@ def test_a_replayed_graph_chooses_as_the_eager_call(paged, cuda):
         found.fill_(-7)
         graph.replay()
         assert torch.equal(found, expected)
+
+
+# ---- keys of this step
+
+
+class KeyWriter:
+    """`qk_norm_rope_write` at one head of 32 dims per KV head, four index heads of 128."""
+
+    HEADS, DIM, INDEX_DIM, ROTARY = 4, 32, 128, 16
+    WIDTH = 3 * HEADS * DIM + (HEADS + 1) * INDEX_DIM
+
+    def __init__(self, max_len, device):
+        dims = (self.DIM, self.DIM, self.INDEX_DIM, self.INDEX_DIM)
+        self.norms = QKNorms(
+            *(torch.zeros(dim, dtype=torch.bfloat16, device=device) for dim in dims)
+        )
+        angle = torch.arange(max_len)[:, None] / 10.0 ** torch.arange(self.ROTARY // 2)
+        self.cos_sin = torch.cat([angle.cos(), angle.sin()], 1).to(device)
+
+    def inputs(self, num_tokens, generator):
+        """Where each index key is what the first index query of its token is, or its negative."""
+        qkv = torch.randn(num_tokens, self.WIDTH, generator=generator)
+        index_q = qkv[:, 3 * self.HEADS * self.DIM :][:, : self.INDEX_DIM]
+        sign = torch.randint(2, (num_tokens, 1), generator=generator) * 2 - 1
+        qkv[:, -self.INDEX_DIM :] = index_q * sign
+        return qkv.bfloat16()
+
+    def __call__(self, qkv, batch, pages):
+        sizes = {"num_heads": self.HEADS, "num_kv_heads": self.HEADS, "head_dim": self.DIM}
+        args = (qkv, self.norms, self.cos_sin, batch, pages)
+        return qk_norm_rope_write(*args, **sizes, eps=1e-6)[1]
+
+
+def with_index_dtype(pages, dtype):
+    """A copy of the pages."""
+    return LayerPages(
+        pages.k_pages.clone(), pages.v_pages.clone(), pages.index_pages.to(dtype, copy=True)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize(
+    ("seq_lens", "queries", "groups"),
+    [
+        ([4000], 1, None),
+        ([4096, 700, 129, 1, 0, 1300], 1, None),
+        ([1028, 700, 131, 2049, 0], 8, None),
+        ([1100 + 50 * row for row in range(6)], 1, ([0, 6], [8])),
+        ([1028 + 128 * row for row in range(6)] + [900], 8, ([0, 6, 7], [7, 0])),
+    ],
+    ids=["one", "ragged", "two pages", "group", "group, two pages"],
+)
+def test_keys_written_right_in_front_are_seen(
+    paged, cuda, monkeypatch, seq_lens, queries, groups, keys_dtype
+):
+    """Three steps of two layers in one graph, where each launch overlaps the ones before it.
+
+    Without local blocks the newest keys decide: half of them have the largest score by far.
+    """
+    monkeypatch.undo()  # memory that is poisoned first would keep the launches apart
+    case = decodes(paged, seq_lens, queries, **M3 | {"num_kv_heads": 4, "head_dim": 32})
+    if groups is not None:
+        share_pages(case, [((0, 6), groups[1][0])])
+    case = case.to(cuda)
+    case.plan(264, groups=groups)
+    write = KeyWriter(max(seq_lens), cuda)
+    layers = [with_index_dtype(case.pages, keys_dtype) for _ in range(2)]
+    qkv = torch.zeros(3, 2, case.num_tokens, write.WIDTH, dtype=torch.bfloat16, device=cuda)
+    options = {"topk_blocks": 2, "local_blocks": 0}
+
+    def run():
+        found = []
+        for step in range(3):
+            for layer, pages in enumerate(layers):
+                index_q = write(qkv[step, layer], case.batch, pages)
+                found.append(index_select(index_q, pages.index_pages, case.batch, **options))
+        return found
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        qkv.copy_(torch.stack([write.inputs(3 * 2 * case.num_tokens, generator)]).view(qkv.shape))
+        wanted = []
+        for step in range(3):
+            for layer, pages in enumerate(layers):
+                index_q = write(qkv[step, layer], case.batch, pages)
+                wanted.append((index_q.clone(), pages.index_pages.to(torch.bfloat16, copy=True)))
+        for _ in range(3):
+            graph.replay()
+        for blocks, (index_q, keys) in zip(found, wanted, strict=True):
+            assert agreement(case, index_q, blocks, keys, local=0) < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_group", [False, True])
+def test_pages_that_a_chunk_of_the_same_step_writes_are_seen(paged, cuda, monkeypatch, is_group):
+    """Two requests join with one token each in the step that writes the prompt they share."""
+    monkeypatch.undo()
+    case = paged([1, 1, 1024], [1025, 1025, 1024], **M3 | {"num_kv_heads": 4, "head_dim": 32})
+    case.batch.page_table_RN[:2, :8] = case.batch.page_table_RN[2, :8]
+    case = case.to(cuda)
+    case.plan(264, groups=([0, 2], [8]) if is_group else None)
+    write = KeyWriter(1025, cuda)
+    qkv = torch.zeros(case.num_tokens, write.WIDTH, dtype=torch.bfloat16, device=cuda)
+
+    def run():
+        index_q = write(qkv, case.batch, case.pages)
+        return index_q, select(case, index_q, topk=1, local=0)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, found = run()
+    generator = torch.Generator().manual_seed(0)
+    for replay in range(8):
+        fresh = write.inputs(case.num_tokens, generator)
+        # One key of the prompt is what both ask for.
+        token = 2 + 128 * (replay * 3 % 8) + 50
+        fresh[:2, 3 * write.HEADS * write.DIM :][:, : write.INDEX_DIM] = fresh[
+            token, -write.INDEX_DIM :
+        ]
+        fresh[:2, -write.INDEX_DIM :] = -fresh[token, -write.INDEX_DIM :]
+        qkv.copy_(fresh)
+        graph.replay()
+        assert found[:2, 0, 0].tolist() == [replay * 3 % 8] * 2

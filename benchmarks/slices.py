@@ -110,8 +110,8 @@ def decode_bytes(batch: int, ctx: int, experts_hit: float, *, num_shared: int = 
 
 
 def prompts(count: int, length: int, seed: int) -> list[list[int]]:
-    """Random token ids, the same for every engine."""
-    drawn = np.random.default_rng(seed).integers(2, 200000, (count, length))
+    """Random token ids, the same for every engine, no prompt the beginning of another's."""
+    drawn = np.random.default_rng((seed, count, length)).integers(2, 200000, (count, length))
     return [row.tolist() for row in drawn]
 
 

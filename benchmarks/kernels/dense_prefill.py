@@ -83,7 +83,8 @@ def _case(bench: Bench, name: str, num_keys: int) -> None:
     timing = time_eager(lambda: paged_attention_prefill(q, pages, batch, SCALE, out))
     peer = None
     if "vllm" in bench.peers:
-        peer = ("FA3", time_eager(_flash_attention_3(q, num_keys)).us)
+        with bench.peer_part(name):
+            peer = ("FA3", time_eager(_flash_attention_3(q, num_keys)).us)
     bench.record(
         "dense_prefill",
         name,

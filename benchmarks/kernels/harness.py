@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,16 @@ class Bench:
             if "illegal" in str(error) or "unspecified launch" in str(error):
                 raise
             torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def peer_part(self, name: str) -> Iterator[None]:
+        """A peer that cannot run is a failure of the bench, but costs no record of ours."""
+        try:
+            yield
+        except Exception as error:
+            if "illegal" in str(error):
+                raise
+            self.failures.append(f"{name}, peer: {type(error).__name__}: {str(error)[:300]}")
 
     def record(
         self,

@@ -263,11 +263,13 @@ def _case(bench: Bench, shape: Shape, pages: Tensor, pool: Pool, times: dict[str
     peer = None
     if not shape.fp8 and not shape.ragged:
         if "vllm" in bench.peers:
-            call = _vllm_call(shape, pages)
-            peer_timing: Timing = time_graph([lambda s=s: call(*s) for s in sets])
-            peer = (VLLM, peer_timing.us)
+            with bench.peer_part(shape.name):
+                call = _vllm_call(shape, pages)
+                peer_timing: Timing = time_graph([lambda s=s: call(*s) for s in sets])
+                peer = (VLLM, peer_timing.us)
         if "flashinfer" in bench.peers and shape.name in FLASHINFER_CASES:
-            value["flashinfer_us"] = _flashinfer_us(shape, pages, sets)
+            with bench.peer_part(shape.name):
+                value["flashinfer_us"] = _flashinfer_us(shape, pages, sets)
     bench.record(
         "index_decode",
         shape.name,

@@ -154,7 +154,8 @@ def _case(bench: Bench, shape: Shape, pages: Tensor, pool: Pool) -> None:
     timing = time_eager(lambda: ours(q, pages, batch))
     peer = None
     if "vllm" in bench.peers and not shape.fp8:
-        peer = (VLLM, vllm_us(shape, q, pages, batch))
+        with bench.peer_part(shape.name):
+            peer = (VLLM, vllm_us(shape, q, pages, batch))
     bench.record(
         "index_prefill",
         shape.name,

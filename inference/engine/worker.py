@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.config import SPARSE, EngineConfig, ModelConfig
+from inference.config import SPARSE, ConfigError, EngineConfig, ModelConfig
 from inference.engine.batch import StepBatch, build_batch
 from inference.engine.coverage import Bounds, WeightSlot
 from inference.engine.graphs import DecodeGraphs
@@ -28,6 +28,11 @@ class Worker:
         assert config.page_size is not None, "EngineConfig.resolve fills in the page size"
         assert config.max_model_len is not None, "EngineConfig.resolve fills in the length"
         self.device = torch.device(config.device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                f"device={config.device!r}: torch {torch.__version__} sees no CUDA device; use "
+                "device='cpu', or install a CUDA build of torch on a machine with a GPU"
+            )
         self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         self.model = MiniMaxM3(model_config, self.dtype, self.device, config.max_model_len)
         self.pages = [

@@ -2,12 +2,15 @@
 
 import copy
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from inference.config import ConfigError, EngineConfig, ModelConfig
+from inference.engine import Engine
 from tests.released_model import released_config
 from tests.tiny_models import tiny_config
 
@@ -237,3 +240,35 @@ def test_engine_limits_that_cannot_hold_are_refused(options, message):
     model = ModelConfig.from_dict(tiny_config(), source="tiny")
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**options).resolve(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "gpu"}, "device='gpu'; use 'cpu', 'cuda'"),
+        ({"kv_dtype": "fp8"}, "kv_dtype='fp8'; use 'auto' or 'float8_e4m3fn'"),
+        ({"index_dtype": "bfloat16"}, "index_dtype='bfloat16'"),
+        ({"cuda_graph_sizes": (4, 0)}, "cuda_graph_sizes"),
+    ],
+)
+def test_engine_options_of_the_gpu_are_checked(options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        EngineConfig(**options)
+
+
+def test_what_is_left_to_the_device_is_resolved():
+    model = ModelConfig.from_dict(tiny_config(), source="tiny")
+    plain = EngineConfig(max_running_requests=40).resolve(model)
+    assert plain.cuda_graph_sizes == (1, 2, 4, 8, 16, 32, 40)
+    assert plain.async_scheduling is False
+    assert EngineConfig(device="cuda").resolve(model).async_scheduling is True
+    few = EngineConfig(cuda_graph_sizes=(64, 2, 2), max_running_requests=16).resolve(model)
+    assert few.cuda_graph_sizes == (2,)
+    assert EngineConfig(cuda_graph_sizes=()).resolve(model).cuda_graph_sizes == ()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_an_engine_for_cuda_needs_a_device():
+    model = ModelConfig.from_dict(tiny_config(), source="tiny")
+    with pytest.raises(ConfigError, match=r"device='cuda': torch .* sees no CUDA device"):
+        Engine(model, EngineConfig(device="cuda"))

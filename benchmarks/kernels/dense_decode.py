@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from benchmarks.kernels.harness import Bench, K, Pool, floor_us, relative_error, time_graph
-from benchmarks.kernels.sparse_decode import (
+from benchmarks.kernels.decode_peers import (
     KV,
     PAGE,
     SCALE,
@@ -19,9 +16,11 @@ from benchmarks.kernels.sparse_decode import (
     H,
     Peer,
     decode_batch,
+    fa3,
     find_peer,
     measure_peer,
 )
+from benchmarks.kernels.harness import Bench, K, Pool, floor_us, relative_error, time_graph
 from inference.kernels.decode_plan import DecodePlan, plan_units
 from inference.kernels.paged_attention import paged_attention, reference
 from inference.kernels.paged_attention.decode_kernel import num_shared_workers, num_workers
@@ -144,56 +143,3 @@ def _case(
         peer=peer_us,
         value={"tflops": flop / timing.us / 1e6},
     )
-
-
-def fa3(bench: Bench, pages: LayerPages) -> Peer | None:
-    """FA3 as vLLM calls it in a decode graph, on a copy of `pages` in its layout."""
-    if "vllm" not in bench.peers:
-        return None
-    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
-
-    num_pages = pages.k_pages.shape[0]
-    kv = torch.empty((num_pages, PAGE, KV, 2 * D), dtype=torch.bfloat16, device="cuda")
-    kv[..., :D] = pages.k_pages.transpose(1, 2)
-    kv[..., D:] = pages.v_pages.transpose(1, 2)
-    k, v = kv[..., :D], kv[..., D:]
-
-    def make(q_THD: Tensor, batch: PagedBatch) -> Callable[[], Tensor]:
-        out, starts = torch.empty_like(q_THD), batch.query_start_R1
-        metadata = get_scheduler_metadata(
-            batch_size=batch.num_decodes,
-            max_seqlen_q=batch.decode_query_len,
-            max_seqlen_k=batch.max_seq_len,
-            num_heads_q=H,
-            num_heads_kv=KV,
-            headdim=D,
-            cache_seqlens=batch.seq_len_R,
-            qkv_dtype=torch.bfloat16,
-            cu_seqlens_q=starts,
-            page_size=PAGE,
-            causal=True,
-            window_size=(-1, -1),
-            num_splits=32,
-        )
-
-        def call() -> Tensor:
-            return flash_attn_varlen_func(
-                q=q_THD,
-                k=k,
-                v=v,
-                out=out,
-                cu_seqlens_q=starts,
-                max_seqlen_q=batch.decode_query_len,
-                seqused_k=batch.seq_len_R,
-                max_seqlen_k=batch.max_seq_len,
-                softmax_scale=SCALE,
-                causal=True,
-                block_table=batch.page_table_RN,
-                scheduler_metadata=metadata,
-                fa_version=3,
-                num_splits=32,
-            )
-
-        return call
-
-    return "vllm 0.26.0 FA3", make

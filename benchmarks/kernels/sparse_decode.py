@@ -6,26 +6,33 @@ Peers: vLLM's Triton kernel for BF16, FlashInfer's Hopper kernel for FP8 KV, FA3
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.decode_peers import (
+    KV,
+    PAGE,
+    SCALE,
+    TOPK,
+    D,
+    H,
+    Peer,
+    decode_batch,
+    fa3,
+    find_peer,
+    measure_peer,
+)
 from benchmarks.kernels.harness import Bench, K, Pool, Timing, floor_us, relative_error, time_graph
 from inference.kernels.decode_plan import DecodePlan, plan_units
 from inference.kernels.msa_attention import msa_attention, reference
 from inference.kernels.paging import LayerPages, PagedBatch
 
-H, KV, D, PAGE, TOPK = 64, 4, 128, 128, 16
-SCALE = D**-0.5
 NUM_PAGES = 32768
 """Of the pool: 4.3 GB of keys in BF16, as many of values."""
-
-Peer = tuple[str, Callable[..., Callable[[], Tensor]]]
-"""Name, and what makes a call of some arguments."""
 
 
 @dataclass(slots=True)
@@ -35,30 +42,6 @@ class Inputs:
     q_THD: Tensor
     blocks_TKB: Tensor
     batch: PagedBatch
-
-
-def decode_batch(
-    table_RN: Tensor, context: int, query_len: int = 1, plan: DecodePlan | None = None
-) -> PagedBatch:
-    """Decodes that all have `context` keys."""
-    num_rows, device = table_RN.shape[0], table_RN.device
-    first = context - query_len
-    positions_Q = torch.arange(first, context, device=device)
-    return PagedBatch(
-        positions_T=positions_Q.repeat(num_rows),
-        slots_T=torch.full((num_rows * query_len,), -1, dtype=torch.int64, device=device),
-        query_start_R1=torch.arange(
-            0, num_rows * query_len + 1, query_len, dtype=torch.int32, device=device
-        ),
-        seq_len_R=torch.full((num_rows,), context, dtype=torch.int32, device=device),
-        page_table_RN=table_RN,
-        page_size=PAGE,
-        num_decodes=num_rows,
-        max_query_len=query_len,
-        max_seq_len=context,
-        decode_query_len=query_len,
-        plan=plan,
-    )
 
 
 def random_choice(num_tokens: int, num_blocks: int, generator: torch.Generator) -> Tensor:
@@ -82,37 +65,6 @@ def make_inputs(pool: Pool, num_rows: int, context: int, query_len: int) -> list
         )
         for _ in range(count)
     ]
-
-
-def find_peer(
-    bench: Bench, make: Callable[[Bench, LayerPages], Peer | None], pages: LayerPages
-) -> Peer | None:
-    """A peer that cannot be had is a failure of the bench, but costs no record of ours."""
-    try:
-        return make(bench, pages)
-    except Exception as error:
-        bench.failures.append(f"{make.__name__}: {type(error).__name__}: {str(error)[:300]}")
-        return None
-
-
-def measure_peer(
-    bench: Bench,
-    case: str,
-    peer: Peer | None,
-    found: Tensor | None,
-    arguments: Sequence[tuple[Any, ...]],
-    reps: int = 15,
-) -> tuple[tuple[str, float] | None, dict[str, float]]:
-    """(name and time, error of `found` against it); as `find_peer` where the peer fails."""
-    if peer is None:
-        return None, {}
-    try:
-        calls = [peer[1](*some) for some in arguments]
-        errors = {} if found is None else {"vs peer": relative_error(found, calls[0]())}
-        return (peer[0], time_graph(calls, reps=reps).us), errors
-    except Exception as error:
-        bench.failures.append(f"{case}, peer: {type(error).__name__}: {str(error)[:300]}")
-        return None, {}
 
 
 def run(bench: Bench) -> None:
@@ -255,7 +207,6 @@ def _flashinfer(bench: Bench, pages: LayerPages) -> Peer | None:
 
 def _whole_msa(bench: Bench) -> None:
     """Index selection and sparse attention of 8 requests at 1M tokens, against dense FA3."""
-    from benchmarks.kernels.dense_decode import fa3
     from inference.kernels.index_select import decode_kernel, index_select
 
     num_rows, context = 8, 1024 * K

@@ -75,7 +75,6 @@ def attend_tile(
     b_acc,
     scale,
     TYPE: tl.constexpr,
-    KEYS_FIRST: tl.constexpr = False,
 ):
     """Add one tile of keys to (maximum b_m [M], weights b_l [M, N], output b_acc [M, D]).
 

@@ -237,9 +237,7 @@ def _query_kernel(
         m_sd = m_key[:, None] & (o_d < D)[None, :]
         b_k = tl.load(k_ptr + o_sd, mask=m_sd, other=0.0)
         b_v = tl.load(v_ptr + o_sd, mask=m_sd, other=0.0)
-        b_m, b_l, b_acc = attend_tile(
-            b_q, b_k, b_v, m_key[None, :], b_m, b_l, b_acc, scale, TYPE, False
-        )
+        b_m, b_l, b_acc = attend_tile(b_q, b_k, b_v, m_key[None, :], b_m, b_l, b_acc, scale, TYPE)
     b_sum = tl.sum(b_l, 1)
     m_some = b_sum > 0
     b_sum = tl.where(m_some, b_sum, 1.0)

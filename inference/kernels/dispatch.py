@@ -1,5 +1,7 @@
 """Where an op runs: the kernel on CUDA, the reference on the CPU, else an error."""
 
+import numpy as np
+import torch
 from torch import Tensor, dtype
 
 
@@ -25,6 +27,17 @@ def require_reference(op: str, *tensors: Tensor | None) -> None:
     """As `use_kernel` for an op that has no kernel yet: NotImplementedError on CUDA too."""
     if use_kernel(op, *tensors):
         raise NotImplementedError(f"{op}: no CUDA kernel")
+
+
+def send(array: np.ndarray, device: torch.device) -> Tensor:
+    """`array` on `device`; the host does not wait for what the device still has to do.
+
+    A copy from memory that is not pinned would.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def expect_shape(op: str, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 if TYPE_CHECKING:
-    from inference.kernels.index_select.prefill_kernel import DeviceSlab
+    from inference.kernels.index_select.slabs import DeviceSlab
 
 ROWS = 256
 """Query rows of a tile: (query token, head) pairs side by side."""

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from inference.kernels.dispatch import send
 from inference.kernels.paging import PagedBatch
 
 BLOCK = 1024
@@ -74,7 +75,7 @@ def _cached_request_lists(
     lists_R = 2 * blocks_R - partial_R
     first_R = np.cumsum(lists_R) - lists_R
     requests_R3 = np.stack([first_R, blocks_R, partial_R], 1).astype(np.int32)
-    return torch.from_numpy(requests_R3).to(device, non_blocking=True), int(lists_R.sum())
+    return send(requests_R3, device), int(lists_R.sum())
 
 
 def _cdiv(number: int, by: int) -> int:

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inference.kernels.dispatch import send
 from inference.kernels.msa_attention.invert_kernel import request_of
 from inference.kernels.paging import LayerPages, PagedBatch
 
@@ -43,7 +44,7 @@ def widen_pages(
     device = pages.k_pages.device
     start_R1 = block_starts(batch)
     num_blocks, num_requests = int(start_R1[-1]), len(start_R1) - 1
-    starts = torch.from_numpy(start_R1).to(device, non_blocking=True)
+    starts = send(start_R1, device)
     wide_k, wide_v = (
         torch.empty((num_blocks, num_kv_heads, page_size, head_dim), dtype=dtype, device=device)
         for _ in "kv"

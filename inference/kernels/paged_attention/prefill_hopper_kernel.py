@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from inference.kernels.paged_attention.prefill_kernel import prefill_tiles
+from inference.kernels.dispatch import send
+from inference.kernels.paged_attention.prefill_tiles import prefill_tiles
 from inference.kernels.paging import LayerPages, PagedBatch
 
 ROWS, HEAD_DIM, PAGE_SIZE = 64, 128, 128
@@ -351,7 +352,6 @@ def paged_attention_prefill(
     out_THD: Tensor,
     *,
     num_stages: int = 2,
-    registers: int = 240,
     in_turns: bool = True,
 ) -> None:
     """As `prefill_kernel.paged_attention_prefill`; zeroes unwritten places of last value pages."""
@@ -383,7 +383,7 @@ def paged_attention_prefill(
         describe(pages.k_pages, head_dim, PAGE_SIZE),
         describe(pages.v_pages, head_dim, PAGE_SIZE),
         out_THD,
-        torch.from_numpy(tiles_X4).to(q_THD.device, non_blocking=True),
+        send(tiles_X4, q_THD.device),
         batch.page_table_RN,
         scale * math.log2(math.e),
         out_THD.stride(0),
@@ -394,7 +394,7 @@ def paged_attention_prefill(
         H=num_heads,
         K=num_kv_heads,
         STAGES=num_stages,
-        REGISTERS=registers,
+        REGISTERS=240,
         IN_TURNS=in_turns,
         num_warps=4,
     )

@@ -7,12 +7,13 @@ half-precision shapes of M3; the kernel here serves every other shape and FP8 pa
 
 import math
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from inference.kernels.dispatch import send
+from inference.kernels.paged_attention.prefill_tiles import prefill_tiles
 from inference.kernels.paging import LayerPages, PagedBatch
 
 USE_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -164,24 +165,6 @@ def _prefill_kernel(
     tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_md)
 
 
-def prefill_tiles(batch: PagedBatch, block_m: int) -> np.ndarray:
-    """[X, 4] int32 (request, first token, tokens, position of the first): at most `block_m` each.
-
-    The tiles cover the tokens of requests `num_decodes` to R - 1, those with most keys first.
-    """
-    query_len_R, seq_len_R = batch.host_lengths()
-    start_R = np.cumsum(query_len_R) - query_len_R
-    row_R = np.arange(batch.num_decodes, len(query_len_R))
-    tiles_R = -(-query_len_R[row_R] // block_m)
-    row_X = np.repeat(row_R, tiles_R)
-    offset_X = (np.arange(len(row_X)) - np.repeat(np.cumsum(tiles_R) - tiles_R, tiles_R)) * block_m
-    count_X = np.minimum(query_len_R[row_X] - offset_X, block_m)
-    position_X = seq_len_R[row_X] - query_len_R[row_X] + offset_X
-    tiles_X4 = np.stack([row_X, start_R[row_X] + offset_X, count_X, position_X], 1)
-    order_X = np.argsort(-(position_X + count_X), kind="stable")
-    return tiles_X4[order_X].astype(np.int32)
-
-
 def paged_attention_prefill(
     q_THD: Tensor,
     pages: LayerPages,
@@ -233,7 +216,7 @@ def paged_attention_prefill(
         pages.k_pages,
         pages.v_pages,
         out_THD,
-        torch.from_numpy(tiles_X4).to(q_THD.device, non_blocking=True),
+        send(tiles_X4, q_THD.device),
         batch.page_table_RN,
         scale * math.log2(math.e),
         q_THD.stride(0),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from inference.kernels.index_select import prefill_kernel as kernel
-from inference.kernels.index_select import reference
+from inference.kernels.index_select import reference, slabs
 from inference.kernels.paging import PagedBatch
 
 
@@ -60,7 +60,7 @@ def test_slabs_and_shares_of_any_size_choose_the_same(paged, kernel_device, monk
     expected = choose(case, index_q, 3, 1, kernel_device)[1]
     *scorer, rows, _ = kernel._scorer(index_q.to(kernel_device), case.pages.index_pages)
     for scratch_bytes, num_programs in ((1, 1), (1 << 12, 5), (1 << 30, 7)):
-        monkeypatch.setattr(kernel, "SCRATCH_BYTES", scratch_bytes)
+        monkeypatch.setattr(slabs, "SCRATCH_BYTES", scratch_bytes)
         monkeypatch.setattr(kernel, "_scorer", lambda *_, n=num_programs: (*scorer, rows, n))
         assert torch.equal(choose(case, index_q, 3, 1, kernel_device)[0], expected)
 
@@ -105,10 +105,10 @@ def test_a_tie_goes_to_the_lower_block(paged, kernel_device):
 
 def test_pages_are_dealt_once_and_evenly(paged):
     case = paged([1, 90, 5, 40], [30, 141, 5, 60], page_size=4)
-    tiles = kernel.lay_tiles(case.batch, 16)
+    tiles = slabs.lay_tiles(case.batch, 16)
     assert tiles.num_tokens_L.tolist() == [16, 16, 16, 16, 16, 10, 5, 16, 16, 8]
     assert tiles.position_L[:2].tolist() == [51, 67]
-    (slab,) = kernel.lay_slabs(tiles, 2, 6)
+    (slab,) = slabs.lay_slabs(tiles, 2, 6)
     pages_P = [
         int(slab.segment_S6[first:last, 5].sum())
         for first, last in zip(slab.start_P1, slab.start_P1[1:], strict=False)

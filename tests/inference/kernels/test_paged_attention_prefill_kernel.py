@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from inference.kernels.paged_attention import prefill_kernel, reference
-from inference.kernels.paged_attention.prefill_kernel import prefill_tiles
+from inference.kernels.paged_attention.prefill_tiles import prefill_tiles
 
 SHAPES = [
     ([7], [7], 4),

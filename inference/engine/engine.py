@@ -136,27 +136,26 @@ class Engine:
         Raises:
             EngineStateError: there are no whole weights to compute with.
         """
+        if not self._held and self._paused is None:
+            self._step(admit_new=True)
         outputs, self._held = self._held, []
-        if outputs or self._paused is not None:
-            return outputs
-        return self._step(admit_new=True)
+        return outputs
 
-    def _step(self, *, admit_new: bool) -> list[RequestOutput]:
+    def _step(self, *, admit_new: bool) -> None:
+        """Compute one batch; who finishes is held, so that nobody is lost when a launch raises."""
         if self._weights.state is not WeightState.READY:
             raise EngineStateError(
                 f"nothing can be computed while the engine is {self._weights.state.value}; "
                 "commit the weights of a version first"
             )
-        outputs: list[RequestOutput] = []
         if self._scheduler.is_short_of_pages:
-            outputs += self._settle()
+            self._held += self._settle()
         schedule = self._scheduler.schedule(admit_new=admit_new)
         launched = None if schedule is None else self._launch(schedule)
-        outputs += self._settle()
-        self._in_flight = launched
+        before, self._in_flight = self._in_flight, launched
+        self._held += self._settle_step(before)
         if not self.engine_config.async_scheduling:
-            outputs += self._settle()
-        return outputs
+            self._held += self._settle()
 
     def _launch(self, schedule: Schedule) -> StepInFlight:
         """Start a step; when that raises, no request is lost, only its pages."""
@@ -177,6 +176,10 @@ class Engine:
     def _settle(self) -> list[RequestOutput]:
         """Wait for the step under way, if there is one; returns the requests that it finished."""
         flight, self._in_flight = self._in_flight, None
+        return self._settle_step(flight)
+
+    def _settle_step(self, flight: StepInFlight | None) -> list[RequestOutput]:
+        """As `_settle`, for a step that another one may have followed."""
         if flight is None:
             return []
         sampled = flight.sample.wait()
@@ -286,7 +289,7 @@ class Engine:
         self._held += self._settle()
         if mode == "drain":
             while self._has_begun_request():
-                self._held += self._step(admit_new=False)
+                self._step(admit_new=False)
             self._held += self._settle()
         elif mode == "recompute":
             self._scheduler.preempt_all()

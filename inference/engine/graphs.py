@@ -80,9 +80,13 @@ class DecodeGraphs:
         """The pool that all graphs share."""
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether the step is a decode of a size that is captured."""
+        """Whether the step is a decode of a size that is captured, and every row samples in it.
+
+        A prefill chunk of one token that does not end its prompt is no decode: it samples nothing.
+        """
         num_rows = len(schedule.rows_R)
-        return schedule.num_decodes == num_rows <= self.sizes[-1]
+        is_decode = schedule.num_decodes == num_rows and bool(schedule.is_last_R.all())
+        return is_decode and num_rows <= self.sizes[-1]
 
     @torch.inference_mode()
     def launch(self, rows: RunningRows, schedule: Schedule) -> PendingSample:

@@ -230,7 +230,8 @@ class Scheduler:
         for row in schedule.rows_R[schedule.ends_prompt_R & is_sound_R].tolist():
             live = self.rows.live[row]
             assert live is not None
-            self._remember_pages(live)
+            # Later keys may be of a step whose numbers nobody has looked at.
+            self._remember_pages(live, live.num_prompt)
 
     def preempt(self, live: LiveRequest) -> None:
         """Take pages and row of a running request; it is the first in line again.
@@ -269,7 +270,9 @@ class Scheduler:
 
     def _take_pages_back(self, live: LiveRequest, *, keep_in_cache: bool) -> None:
         if keep_in_cache:
-            self._remember_pages(live)
+            # The key of the newest token, if it is there, was computed ahead and never judged.
+            rows, row = self.rows, live.row
+            self._remember_pages(live, min(rows.num_computed[row], rows.num_tokens[row] - 1))
         self.running.remove(live)
         self._order = np.array([other.row for other in self.running], np.int64)
         self.pool.release(self.rows.remove(live))
@@ -278,12 +281,12 @@ class Scheduler:
     def _uses_cache(self, live: LiveRequest) -> bool:
         return self._enable_prefix_cache and live.request.use_prefix_cache
 
-    def _remember_pages(self, live: LiveRequest) -> None:
-        """Let the prefix cache find the full pages of a running request."""
+    def _remember_pages(self, live: LiveRequest, num_keys: int) -> None:
+        """Let the prefix cache find the pages that the first `num_keys` of a request fill."""
         if live.has_stale_pages or not self._uses_cache(live):
             return
         row = live.row
-        count = int(self.rows.num_computed[row]) // self._page_size
+        count = int(num_keys) // self._page_size
         self.prefix_cache.extend_keys(live.page_keys, self.rows.tokens_MX[row], count)
         self.prefix_cache.insert(live.page_keys[:count], self.rows.pages(row, count))
 

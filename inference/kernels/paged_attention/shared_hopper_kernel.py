@@ -148,7 +148,9 @@ def _consume(
             o_d = gl.arange(0, D, gl.SliceLayout(0, memory))
             o_t = request * (PER_REQUEST // G) + o_m // G
             p_row = q_ptr + o_t.to(gl.int64) * stride_qt + (i_kv * G + o_m % G) * stride_qh
-            b_q = gl.load(p_row[:, None] + o_d[None, :], mask=(o_m < num_rows)[:, None], other=0.0)
+            # There is no wait before this: the load must read L2, as the copies of pages do.
+            p_q = p_row[:, None] + o_d[None, :]
+            b_q = gl.load(p_q, mask=(o_m < num_rows)[:, None], other=0.0, cache_modifier=".cg")
             q_smem.index(w).store(b_q)
             fence_async_shared()
 

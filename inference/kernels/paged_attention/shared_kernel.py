@@ -149,10 +149,11 @@ def _attend_shared(
         o_n = tl.arange(0, TILE)
         m_m = o_m < num_rows
         m_md = m_m[:, None] & (o_d < D)[None, :]
+        # Written before this kernel could begin, but without its own wait only L2 is sure to know.
         # [ROWS, D_PAD]
         p_q = q_ptr + (row * QUERY_LEN + o_m // G).to(tl.int64)[:, None] * stride_qt
         p_q += (i_k * G + o_m % G)[:, None] * stride_qh + o_d[None, :]
-        b_q = tl.load(p_q, mask=m_md, other=0.0).to(TYPE)
+        b_q = tl.load(p_q, mask=m_md, other=0.0, cache_modifier=".cg").to(TYPE)
         # [TILE, D_PAD]
         o_nd = o_n[:, None] * D + o_d[None, :]
         k_ptr += i_k.to(tl.int64) * stride_head

@@ -26,7 +26,10 @@ MANY_TOKENS = 256
 @triton.jit
 def _cast(b_x, dtype: tl.constexpr):
     if dtype.is_fp8():
-        b_x = tl.minimum(tl.maximum(b_x.to(tl.float32), -448.0), 448.0)
+        # NaN stays NaN: it must reach the logits, where it is noticed.
+        nan: tl.constexpr = tl.PropagateNan.ALL
+        b_x = tl.maximum(b_x.to(tl.float32), -448.0, propagate_nan=nan)
+        b_x = tl.minimum(b_x, 448.0, propagate_nan=nan)
     return b_x.to(dtype)
 
 

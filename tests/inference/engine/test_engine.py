@@ -209,6 +209,26 @@ def test_a_failed_forward_pass_loses_no_request():
         assert_same(outputs[f"r{i}"], run_alone(prompt(6, seed=i), sampled(10, seed=i)))
 
 
+def test_a_failed_launch_loses_no_request_that_ended_before_it():
+    engine = make_engine(num_pages=4, async_scheduling=True)
+    engine.add(Request("ends", prompt(8, seed=0), sampled(2, seed=0)))
+    engine.add(Request("goes on", prompt(3, seed=1), sampled(6, seed=1)))
+    assert engine.step() == engine.step() == []
+    launch = engine._worker.launch
+
+    def fail(rows, schedule):
+        raise RuntimeError("device lost")
+
+    # No page is left, so the step under way is settled first: one request ends.
+    engine._worker.launch = fail
+    with pytest.raises(RuntimeError, match="device lost"):
+        engine.step()
+    engine._worker.launch = launch
+    outputs = step_to_end(engine)
+    assert_same(outputs["ends"], run_alone(prompt(8, seed=0), sampled(2, seed=0)))
+    assert_same(outputs["goes on"], run_alone(prompt(3, seed=1), sampled(6, seed=1)))
+
+
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_a_pause_without_new_weights_changes_nothing(mode):
     engine = make_engine()

@@ -3,7 +3,9 @@
 import numpy as np
 import torch
 
+from inference.config import EngineConfig
 from inference.engine.batch import build_batch
+from inference.engine.graphs import DecodeGraphs
 from inference.engine.request import Request, SamplingParams, make_live
 from inference.engine.rows import RunningRows
 from inference.engine.scheduler import Schedule
@@ -50,3 +52,21 @@ def test_rows_keep_their_content_when_a_longer_request_widens_them():
     rows.add_page(np.array([first, second]), [30, 31])
     assert rows.pages(first) == [4, 0, 30]
     assert rows.pages(second)[-2:] == [24, 31]
+
+
+def test_a_replayed_step_samples_for_every_row():
+    config = EngineConfig(
+        page_size=4, max_model_len=64, max_running_requests=4, cuda_graph_sizes=(2,)
+    )
+    graphs = DecodeGraphs(None, [], None, None, torch.zeros(5, dtype=torch.int64), config)
+
+    def step(is_last, num_new=(1, 1)):
+        num_decodes = sum(new == 1 for new in num_new)
+        parts = np.arange(len(is_last)), np.array(num_new), np.array(is_last)
+        return Schedule(*parts, np.zeros(len(is_last), bool), num_decodes)
+
+    assert graphs.fits(step([True, True]))
+    # A chunk of one token amid a prompt, all that a budget may have left.
+    assert not graphs.fits(step([True, False]))
+    assert not graphs.fits(step([True, True], num_new=(1, 2)))
+    assert not graphs.fits(step([True] * 3, num_new=(1, 1, 1)))

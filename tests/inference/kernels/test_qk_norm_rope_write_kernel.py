@@ -150,3 +150,22 @@ def test_fp8_pages_are_clamped(cuda):
     kernel.qk_norm_rope_write(qkv * 1000, norms, cos_sin, batch, pages, 3, 1, 8, 1e-6)
     written = pages.v_pages.float()
     assert written[~written.isnan()].abs().max() == 448.0
+
+
+@pytest.mark.gpu
+def test_fp8_pages_keep_nan(cuda):
+    shape = SHAPES[0]
+    qkv, norms, cos_sin, batch = make(shape, 4, torch.bfloat16, cuda)
+    qkv[0], qkv[2] = torch.nan, 1e6
+    pages = memory(shape, 2, torch.float8_e4m3fn, cuda)
+    for part in (pages.k_pages, pages.v_pages, pages.index_pages):
+        part.zero_()
+    kernel.qk_norm_rope_write(
+        qkv, norms, cos_sin, batch, pages, shape.num_heads, shape.num_kv_heads, shape.head_dim, 1e-6
+    )
+    page, place = divmod(int(batch.slots_T[0]), shape.page_size)
+    assert pages.k_pages[page, :, place].float().isnan().all()
+    assert pages.v_pages[page, :, place].float().isnan().all()
+    assert pages.index_pages[page, place].float().isnan().all()
+    page, place = divmod(int(batch.slots_T[2]), shape.page_size)
+    assert (pages.v_pages[page, :, place].float() == 448.0).all()

@@ -42,10 +42,23 @@ class _RemoteReceiver:
         return future_of(self._backend.actor(self._replica).receiver_call.remote(method, *args))
 
 
+def _require_gpus(wanted: int) -> None:
+    """Say at once what Ray would wait for without end."""
+    found = int(ray.cluster_resources().get("GPU", 0)) if wanted else 0
+    if found < wanted:
+        raise BackendError(
+            f"rollout.backend: the replicas need {wanted} GPUs and the cluster has {found}; set "
+            "rollout.backend.device: cpu, or fewer num_replicas"
+        )
+
+
 class M3Backend:
     """A pool of `num_replicas` engines, each a Ray actor with its own resources.
 
     The constructor returns while the processes still start; `wait_started` ends that.
+
+    Raises:
+        BackendError: the cluster has fewer GPUs than the replicas need.
     """
 
     def __init__(
@@ -60,6 +73,7 @@ class M3Backend:
         self.num_replicas = num_replicas
         self._settings = settings
         self._start_timeout_s = start_timeout_s
+        _require_gpus(num_replicas * num_gpus)
         options = worker_options(settings.num_threads, num_gpus, max_concurrency=8)
         self._factory = ray.remote(replica_class).options(**options)
         self._actors: list[Any] = [self._factory.remote(settings) for _ in range(num_replicas)]

@@ -165,3 +165,8 @@ def test_a_slow_replica_that_makes_progress_is_waited_for(cluster: None, model_p
     process.wait(timeout=10)
     with pytest.raises(BackendError, match="no replica is left"):
         slow.generate(REQUESTS, timeout_s=1.5)
+
+
+def test_more_gpus_than_the_cluster_has_are_refused_at_once(cluster, model_path):
+    with pytest.raises(BackendError, match=r"need 512 GPUs and the cluster has \d+; set rollout"):
+        M3Backend(settings(model_path), 512, num_gpus=1)

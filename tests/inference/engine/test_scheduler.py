@@ -218,6 +218,23 @@ def test_pages_of_unsound_numbers_are_not_found_again():
     assert again.num_cached_tokens == 0
 
 
+def test_keys_computed_ahead_are_not_found_by_others():
+    engine = SimulatedEngine()
+    scheduler, rows = engine.scheduler, engine.scheduler.rows
+    live = engine.add(range(7))
+    prefill = scheduler.schedule()
+    scheduler.advance(prefill)
+    places = rows.append_pending(prefill.rows_R)
+    scheduler.advance(scheduler.schedule())
+    # The step ahead has written the eighth key, which fills the second page of 4.
+    assert rows.num_computed[live.row] == 8
+    rows.fill_tokens(prefill.rows_R, places, np.array([5]), np.zeros(1), np.zeros(1))
+    scheduler.remember_prompts(prefill, np.ones(1, bool))
+    assert len(scheduler.prefix_cache.pages) == 1
+    scheduler.finish(live)
+    assert len(scheduler.prefix_cache.pages) == 1
+
+
 requests = st.tuples(
     st.just("add"),
     st.integers(0, 2),  # prompt family: a shared head of tokens

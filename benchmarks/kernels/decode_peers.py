@@ -50,11 +50,9 @@ def find_peer(
     bench: Bench, make: Callable[[Bench, LayerPages], Peer | None], pages: LayerPages
 ) -> Peer | None:
     """A peer that cannot be had is a failure of the bench, but costs no record of ours."""
-    try:
+    with bench.peer_part(make.__name__):
         return make(bench, pages)
-    except Exception as error:
-        bench.failures.append(f"{make.__name__}: {type(error).__name__}: {str(error)[:300]}")
-        return None
+    return None
 
 
 def measure_peer(
@@ -68,13 +66,11 @@ def measure_peer(
     """(name and time, error of `found` against it); as `find_peer` where the peer fails."""
     if peer is None:
         return None, {}
-    try:
+    with bench.peer_part(case):
         calls = [peer[1](*some) for some in arguments]
         errors = {} if found is None else {"vs peer": relative_error(found, calls[0]())}
         return (peer[0], time_graph(calls, reps=reps).us), errors
-    except Exception as error:
-        bench.failures.append(f"{case}, peer: {type(error).__name__}: {str(error)[:300]}")
-        return None, {}
+    return None, {}
 
 
 def fa3(bench: Bench, pages: LayerPages) -> Peer | None:

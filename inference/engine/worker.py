@@ -15,6 +15,7 @@ from inference.engine.sampler import PendingSample, pack, sample
 from inference.engine.scheduler import Schedule
 from inference.engine.sharing import DecodePlanner, Workers
 from inference.engine.staging import Staging
+from inference.kernels.hardware import num_multiprocessors
 from inference.kernels.paging import LayerPages
 from inference.kernels.tensor_hash import tensor_hash
 from inference.models.minimax_m3 import Capture, MiniMaxM3
@@ -144,7 +145,7 @@ def _make_planner(model: ModelConfig, config: EngineConfig, device: torch.device
     from inference.kernels.index_select import decode_kernel as index_kernel
     from inference.kernels.paged_attention import decode_kernel as dense_kernel
 
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = num_multiprocessors(device)
     num_kv_heads = model.num_key_value_heads
     is_fp8 = config.index_dtype == "float8_e4m3fn"
     assert config.page_size is not None, "EngineConfig.resolve fills in the page size"

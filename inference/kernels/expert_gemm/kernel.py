@@ -11,7 +11,6 @@ wait. That is safe because the first product waits before it lets anything behin
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import triton
@@ -25,10 +24,9 @@ from inference.kernels.expert_gemm.decode_kernel import (
     decode_gate_up_kernel,
 )
 from inference.kernels.expert_gemm.gemm_kernel import down_kernel, gate_up_kernel
+from inference.kernels.hardware import USE_PDL, num_multiprocessors
 from inference.kernels.linear import SwiGLU, linear
 
-USE_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-"""Programmatic dependent launch: the launch itself overlaps the end of the kernel before."""
 MAX_FEW_TOKENS = 32
 MAX_FEW_PAIRS = 128
 """Every program compares them all with each other."""
@@ -351,8 +349,5 @@ def _launch(plan: Plan, tiles: Tiles, use_pdl: bool) -> dict[str, int | bool]:
     }
 
 
-@cache
 def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return num_multiprocessors(device) if device.type == "cuda" else 4

@@ -37,6 +37,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference.kernels.decode_plan import SHARED_ROWS
+from inference.kernels.hardware import is_hopper
 from inference.kernels.paging import PagedBatch
 
 PAGE = gl.constexpr(128)
@@ -61,7 +62,7 @@ def can_run(index_q_TKD: Tensor, index_pages: Tensor, decode_query_len: int) -> 
         and index_pages.is_contiguous()
         and index_pages.data_ptr() % 16 == 0
         and decode_query_len * index_q_TKD.shape[1] <= MAX_COLUMNS
-        and torch.cuda.get_device_capability(index_q_TKD.device)[0] == 9
+        and is_hopper(index_q_TKD.device)
     )
 
 

@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from inference.kernels.hardware import is_hopper
+
 if TYPE_CHECKING:
     from inference.kernels.index_select.slabs import DeviceSlab
 
@@ -52,7 +54,7 @@ def can_run(index_q_TKD: Tensor, index_pages: Tensor) -> bool:
         and index_q_TKD.dtype in (torch.bfloat16, torch.float16)
         and tuple(index_pages.shape[1:]) == (PAGE.value, DIM.value)
         and index_pages.is_contiguous()
-        and torch.cuda.get_device_capability(index_q_TKD.device)[0] == 9
+        and is_hopper(index_q_TKD.device)
     )
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from inference.kernels.hardware import num_multiprocessors
 from inference.kernels.index_select.select_kernel import check_choice, select_blocks
 from inference.kernels.index_select.slabs import DeviceSlab, layout_of
 from inference.kernels.paging import PagedBatch
@@ -151,7 +152,7 @@ def _scorer(index_q_TKD: Tensor, index_pages: Tensor):
     rows, _, _, programs = _tile_shape(index_q_TKD.dtype)
     if not index_q_TKD.is_cuda:
         return _portable_operands, _score_portable, rows, 3
-    num_sms = torch.cuda.get_device_properties(index_q_TKD.device).multi_processor_count
+    num_sms = num_multiprocessors(index_q_TKD.device)
     from inference.kernels.index_select import prefill_hopper_kernel as hopper
 
     if hopper.can_run(index_q_TKD, index_pages):

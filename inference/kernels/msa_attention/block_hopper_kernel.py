@@ -11,7 +11,6 @@ A part is normalised; its log-sum-exp (base 2) says how much it counts.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from inference.kernels.hardware import is_hopper
 from inference.kernels.merge_kernel import MIN_MAX
 from inference.kernels.msa_attention.widen_kernel import MAX_BYTES, wide_bytes, widen_pages
 
@@ -285,13 +285,8 @@ def serves(q_THD: Tensor, pages: LayerPages, batch: PagedBatch) -> bool:
         and pages.v_pages.is_contiguous()
         and q_THD.stride(0) % HEAD_DIM == 0
         and q_THD.data_ptr() % 16 == 0
-        and _is_hopper(q_THD.device)
+        and is_hopper(q_THD.device)
     )
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def prepared(

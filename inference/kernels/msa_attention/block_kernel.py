@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from inference.kernels.hardware import num_multiprocessors
 from inference.kernels.merge_kernel import MIN_MAX
 from inference.kernels.msa_attention.invert_kernel import BlockLists, invert_blocks
 from inference.kernels.paging import LayerPages, PagedBatch
@@ -67,11 +68,6 @@ def _attending_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def attend_blocks(
     q_THD: Tensor,
     pages: LayerPages,
@@ -98,7 +94,7 @@ def attend_blocks(
     programs = num_rows // tile
     if launch.on_hopper:
         attend = block_hopper_kernel.Attend(q_THD, pages, batch, lists, scale)
-        programs = min(programs, _num_multiprocessors(q_THD.device))
+        programs = min(programs, num_multiprocessors(q_THD.device))
 
     def new_scratch() -> tuple[Tensor, Tensor]:
         part = torch.empty((num_rows, group, head_dim), dtype=q_THD.dtype, device=q_THD.device)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from inference.kernels.hardware import num_multiprocessors
 from inference.kernels.merge_kernel import (
     LOG2_E,
     MIN_MAX,
@@ -130,7 +131,7 @@ def choose_launch(num_tasks: int, topk: int, k_pages: Tensor, q_THD: Tensor) -> 
     """
     num_sms = 132
     if k_pages.is_cuda:
-        num_sms = torch.cuda.get_device_properties(k_pages.device).multi_processor_count
+        num_sms = num_multiprocessors(k_pages.device)
     split = 1
     while 2 * split <= topk and 2 * split * num_tasks <= num_sms:
         split *= 2

@@ -7,7 +7,6 @@ tensor memory accelerator into a ring of buffers that both warpgroups read.
 """
 
 import math
-from functools import cache
 
 import torch
 import triton
@@ -25,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from inference.kernels.dispatch import send
+from inference.kernels.hardware import num_multiprocessors
 from inference.kernels.paged_attention.prefill_tiles import prefill_tiles
 from inference.kernels.paging import LayerPages, PagedBatch
 
@@ -327,11 +327,6 @@ def _zero_tail_kernel(
         tl.store(p_v, b_zero, mask=o_s >= seq_len % PAGE)
 
 
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def serves(q_THD: Tensor, pages: LayerPages, batch: PagedBatch) -> bool:
     """Whether these shapes and dtypes are the ones this kernel is made for."""
     tensors = (q_THD, pages.k_pages, pages.v_pages)
@@ -369,7 +364,7 @@ def paged_attention_prefill(
         PAGE=PAGE_SIZE,
     )
     num_items = len(tiles_X4) * num_heads
-    programs = min(_num_multiprocessors(q_THD.device), num_items)
+    programs = min(num_multiprocessors(q_THD.device), num_items)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
     def describe(tensor: Tensor, width: int, rows: int) -> TensorDescriptor:

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from inference.kernels.decode_plan import SHARED_ROWS
+from inference.kernels.hardware import is_hopper
 from inference.kernels.merge_kernel import launch_options, wait_at_end
 from inference.kernels.paged_attention.prefill_hopper_kernel import (
     HEAD_DIM,
@@ -226,7 +227,7 @@ def serves(q_THD: Tensor, pages: LayerPages) -> bool:
     """Whether this kernel is made for the device, the shapes and the dtypes."""
     return (
         q_THD.is_cuda
-        and torch.cuda.get_device_capability(q_THD.device)[0] == 9
+        and is_hopper(q_THD.device)
         and q_THD.dtype in (torch.bfloat16, torch.float16)
         and q_THD.dtype == pages.k_pages.dtype == pages.v_pages.dtype
         and q_THD.stride(2) == 1

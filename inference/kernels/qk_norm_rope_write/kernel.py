@@ -12,12 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from inference.kernels.hardware import USE_PDL
 from inference.kernels.paging import LayerPages, PagedBatch
 from inference.kernels.qk_norm_rope_write.reference import QKNorms
 
-USE_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-"""Programmatic dependent launch: positions and gains are loaded while the projection still runs,
-and the kernel behind may begin at once."""
 HEADS = 16
 """Query heads of a program."""
 MANY_TOKENS = 256

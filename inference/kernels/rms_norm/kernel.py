@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-USE_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-"""Programmatic dependent launch: the weights are loaded while the kernel before still runs, and the
-kernel behind may begin with its own at once."""
+from inference.kernels.hardware import USE_PDL
+
 MANY_ROWS = 256
 """More rows than that fill the GPU: launches need not overlap, and loads under way count."""
 

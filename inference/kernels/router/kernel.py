@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-USE_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-"""Programmatic dependent launch: the launch itself overlaps the end of the kernel before."""
+from inference.kernels.hardware import USE_PDL
+
 MAX_FEW = 32
 """Up to so many tokens the weight is cut into pieces that a program holds in registers."""
 FEW_EXPERTS, FEW_GROUPS, FEW_COLUMNS = 16, 8, 64

@@ -11,12 +11,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from inference.kernels.hardware import USE_PDL
 from inference.kernels.mix64_kernel import GOLDEN, mix64
 from inference.kernels.sample_logprob import reference
 from inference.kernels.sample_logprob.reference import SampledTokens
 
-USE_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-"""Programmatic dependent launch: launches overlap the end of the kernel before."""
 GROUP = 128
 """Ids that share one entry of `peaks`."""
 

@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-USE_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-"""Programmatic dependent launch: the launch itself overlaps the end of the kernel before."""
+from inference.kernels.hardware import USE_PDL
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from inference.kernels.decode_plan import SHARED_ROWS
-from inference.kernels.hardware import is_hopper
+from inference.kernels.hardware import is_hopper, num_multiprocessors
 from inference.kernels.merge_kernel import launch_options, wait_at_end
 from inference.kernels.paged_attention.prefill_hopper_kernel import (
     HEAD_DIM,
@@ -32,7 +32,6 @@ from inference.kernels.paged_attention.prefill_hopper_kernel import (
     _await,
     _fetch,
     _item,
-    _num_multiprocessors,
     _num_rounds,
     _release,
     _ring,
@@ -258,7 +257,7 @@ def attend_shared(
         TensorDescriptor.from_tensor(part.view(-1, HEAD_DIM), [PAGE_SIZE, HEAD_DIM], layout)
         for part in (pages.k_pages, pages.v_pages)
     )
-    _attend_shared_hopper[(min(_num_multiprocessors(q_THD.device), num_items),)](
+    _attend_shared_hopper[(min(num_multiprocessors(q_THD.device), num_items),)](
         q_THD,
         k_desc,
         v_desc,

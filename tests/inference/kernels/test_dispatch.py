@@ -1,5 +1,6 @@
 """The house rules of op folders."""
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -159,3 +160,10 @@ def test_the_poison_is_real():
     assert torch.empty_like(torch.zeros(3)).isnan().all()
     assert torch.zeros(3).new_empty(2).isnan().all()
     assert (torch.empty(3, dtype=torch.int64) == 77).all()
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*kernel.py")), ids=lambda path: path.stem)
+def test_every_kernel_file_can_be_imported_without_a_gpu(path):
+    # The Gluon ones run on a GPU alone, so nothing else here would see a name that is gone.
+    name = ".".join(path.relative_to(KERNELS.parents[1]).with_suffix("").parts)
+    importlib.import_module(name)

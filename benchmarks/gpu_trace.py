@@ -41,6 +41,7 @@ def trace_steps(
     if title is not None:
         print(f"-- {title}: {span / num_steps:.0f} us a step under the profiler")
         _print_kernels(kernels, num_steps)
+        _print_gaps(kernels, num_steps)
     return {"idle_share": 1 - busy / span, "idle_us": (span - busy) / num_steps}
 
 
@@ -54,3 +55,24 @@ def _print_kernels(kernels: list[tuple[float, float, str]], num_steps: int) -> N
     for name in sorted(total, key=total.__getitem__, reverse=True)[:SHOWN]:
         per_step = total[name] / num_steps
         print(f"   {per_step:9.1f} us {count[name] / num_steps:6.1f} x  {name[:90]}")
+
+
+def _print_gaps(kernels: list[tuple[float, float, str]], num_steps: int) -> None:
+    """Between which kernels the GPU was idle, the longest gaps first."""
+    total: dict[tuple[str, str], float] = defaultdict(float)
+    count: dict[tuple[str, str], int] = defaultdict(int)
+    _, end, last = kernels[0]
+    for start, stop, name in kernels[1:]:
+        if start > end:
+            total[last, name] += start - end
+            count[last, name] += 1
+        if stop > end:
+            end, last = stop, name
+    for pair in sorted(total, key=total.__getitem__, reverse=True)[:SHOWN]:
+        names = " -> ".join(_short(name) for name in pair)
+        print(f"   {total[pair] / num_steps:9.1f} us idle {count[pair] / num_steps:6.1f} x  {names}")
+
+
+def _short(name: str) -> str:
+    """A kernel's name without namespaces and most of its template."""
+    return name.removeprefix("void ").replace("at::native::", "")[:56]

@@ -1,5 +1,7 @@
 """Quantise to MXFP8 and back; byte-equal wherever it is done."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,21 @@ from inference.kernels.dispatch import expect_dtype, expect_shape, require_refer
 from inference.kernels.mxfp8 import reference
 from inference.kernels.mxfp8.reference import BLOCK_SIZE
 
-__all__ = ["BLOCK_SIZE", "dequantize", "quantize"]
+__all__ = ["BLOCK_SIZE", "MXFP8Tensor", "dequantize", "quantize"]
+
+
+class MXFP8Tensor(NamedTuple):
+    """A weight as it lies in memory: a value is worth `values · 2^(scale - 127)`."""
+
+    values: Tensor
+    """[..., N, K] float8_e4m3fn."""
+    scale: Tensor
+    """[..., N, K / 32] uint8."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weight, [..., N, K]."""
+        return self.values.shape
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:

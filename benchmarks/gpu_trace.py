@@ -70,7 +70,8 @@ def _print_gaps(kernels: list[tuple[float, float, str]], num_steps: int) -> None
             end, last = stop, name
     for pair in sorted(total, key=total.__getitem__, reverse=True)[:SHOWN]:
         names = " -> ".join(_short(name) for name in pair)
-        print(f"   {total[pair] / num_steps:9.1f} us idle {count[pair] / num_steps:6.1f} x  {names}")
+        per_step = total[pair] / num_steps
+        print(f"   {per_step:9.1f} us idle {count[pair] / num_steps:6.1f} x  {names}")
 
 
 def _short(name: str) -> str:

@@ -1,13 +1,17 @@
 """The sampling kernels against the reference, in the interpreter where there is no GPU."""
 
+import math
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from inference.kernels.mix64 import GOLDEN, as_int64, mix64
 from inference.kernels.sample_logprob import SampledTokens, kernel, reference, sample_logprob
 
-VOCAB = 2500
+VOCAB = 8500
 """Three chunks, the last one partly empty."""
 
 
@@ -39,7 +43,7 @@ def assert_equal(found: SampledTokens, wanted: SampledTokens) -> None:
         )
 
 
-@pytest.mark.parametrize("vocab", [1, 127, 1024, VOCAB])
+@pytest.mark.parametrize("vocab", [1, 127, 4096, VOCAB])
 def test_the_kernel_is_the_reference(vocab, kernel_device):
     torch.manual_seed(vocab)
     logits = (torch.randn(9, vocab) * 3).to(kernel_device)
@@ -61,32 +65,42 @@ def test_many_draws_are_those_of_the_reference(kernel_device):
 
 
 def test_equal_sums_go_to_the_lowest_id(kernel_device):
-    logits = torch.zeros(2, VOCAB, device=kernel_device)
-    logits[0, [700, 1300, 2400]] = 2.0
-    logits[1, [5, 6, 2400]] = 2.0
-    assert draw(logits, temperature=0.0).ids_R.tolist() == [700, 5]
+    logits = torch.zeros(3, VOCAB, device=kernel_device)
+    # Id 4610 is in a later tile than 4200, but at a lower place of it.
+    logits[0, [4200, 4610, 8400]] = 2.0
+    logits[1, [5, 6, 8400]] = 2.0
+    assert draw(logits, temperature=0.0).ids_R.tolist() == [4200, 5, 0]
 
 
-def test_a_near_tie_is_decided_by_the_fp64_sums(kernel_device):
-    """Ids whose sums agree to 1e-6, in different groups: FP32 noise cannot tell them apart."""
-    noise = reference.gumbel_noise(torch.tensor([3]), torch.tensor([0]), VOCAB)[0]
-    chosen = [900, 1700, 2300]
-    sums = torch.tensor([30.0 - 1e-6, 30.0, 30.0 - 1e-6], dtype=torch.float64)
-    logits = torch.zeros(1, VOCAB)
-    logits[0, chosen] = (sums - noise[chosen]).float()
+def test_loose_bounds_open_as_many_groups_as_it_takes(kernel_device):
+    """Three likely tokens: noise of all sizes wins, and the largest bound is not always its."""
+    logits = torch.full((50, 4096), -30.0)
+    logits[:, [17, 1300, 3100]] = torch.tensor([3.0, 3.1, 2.9])
     logits = logits.to(kernel_device)
-    wanted = reference.sample_logprob(logits, **settings(1, kernel_device, seeds=3))
-    assert wanted.ids_R.item() in chosen
-    assert torch.equal(draw(logits, seeds=3).ids_R, wanted.ids_R)
+    seeds = list(range(50))
+    wanted = reference.sample_logprob(logits, **settings(50, kernel_device, seeds=seeds))
+    assert wanted.ids_R.unique().tolist() == [17, 1300, 3100]
+    assert torch.equal(draw(logits, False, seeds=seeds).ids_R, wanted.ids_R)
+
+
+@pytest.mark.parametrize("level", [30.0, 1e5])
+def test_near_ties_are_decided_by_the_fp64_sums(level, kernel_device):
+    """Sums that agree but for the rounding of the logits, and bounds that are close."""
+    noise = reference.gumbel_noise(torch.arange(3), torch.zeros(3, dtype=torch.int64), 4096)
+    sums = torch.where(noise > 4.0, level, level - 100.0)
+    logits = (0.7 * (sums - noise)).float().to(kernel_device)
+    options = {"temperature": 0.7, "seeds": list(range(3)), "positions": 0}
+    wanted = reference.sample_logprob(logits, **settings(3, kernel_device, **options))
+    assert torch.equal(draw(logits, False, **options).ids_R, wanted.ids_R)
 
 
 def test_minus_infinity_is_never_drawn_and_counts_as_not_finite(kernel_device):
     logits = torch.full((3, VOCAB), -torch.inf, device=kernel_device)
-    logits[:2, 2100] = 1.0
+    logits[:2, 8100] = 1.0
     logits[1, 40] = 1.0
     out = draw(logits[:2], seeds=4)
-    assert out.ids_R[0] == 2100
-    assert out.ids_R[1].item() in (40, 2100)
+    assert out.ids_R[0] == 8100
+    assert out.ids_R[1].item() in (40, 8100)
     assert out.logprobs_R.tolist() == pytest.approx([0.0, -0.6931472])
     assert out.is_finite_R.tolist() == [False, False]
     assert draw(logits[2:]).logprobs_R.isnan().all()
@@ -97,7 +111,7 @@ def test_a_row_that_is_not_finite_is_told_and_leaves_the_others_alone(bad, kerne
     logits = torch.randn(3, VOCAB, device=kernel_device)
     expected = draw(logits)
     assert expected.is_finite_R.all()
-    logits[1, 1500] = bad
+    logits[1, 8450] = bad
     out = draw(logits)
     assert out.is_finite_R.tolist() == [True, False, True]
     assert out.logprobs_R[1].isnan()
@@ -137,21 +151,61 @@ def test_rows_may_lie_apart_and_no_rows_draw_nothing(kernel_device):
     assert draw(wide[:0]).ids_R.shape == (0,)
 
 
-def test_fp32_noise_keeps_its_bound_at_every_place():
-    """The same formula in torch, at places near 0, 1/16, 1/2 and 1 and at random ones."""
-    bits = [mix64(torch.arange(1, 100_001) * as_int64(GOLDEN)) >> 12 & (1 << 52) - 1]
-    for centre in (0, 1 << 20, 1 << 48, 1 << 51, (1 << 52) - (1 << 48), (1 << 52) - 1):
-        near = centre + torch.arange(-500, 500)
+@triton.jit
+def _high_kernel(words_ptr, high_ptr, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    high = kernel._mix64_high(tl.load(words_ptr + o).to(tl.uint64))
+    tl.store(high_ptr + o, high.to(tl.int64))
+
+
+@triton.jit
+def _bounds_kernel(x_ptr, high_ptr, bounds_ptr, scale, FAST: tl.constexpr, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    high = tl.load(high_ptr + o).to(tl.uint32)
+    tl.store(bounds_ptr + o, kernel._bounds(tl.load(x_ptr + o), scale, high, FAST) + 32.0)
+
+
+def test_the_upper_half_of_the_hash(kernel_device):
+    words = torch.arange(1, 4097, device=kernel_device) * as_int64(GOLDEN)
+    high = torch.empty_like(words)
+    _high_kernel[(4,)](words, high, BLOCK=1024)
+    wanted = mix64(words) >> 32 & 0xFFFFFFFF
+    is_upper = wanted >> 31
+    assert 0 < is_upper.sum() < 4096
+    assert torch.equal(high | is_upper, wanted | is_upper)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 7.0])
+def test_bounds_are_above_the_sums_and_close_where_noise_is_large(temperature, kernel_device):
+    """At places u near 0, 1/2 and 1 and at random ones, with logits of all sizes."""
+    torch.manual_seed(2)
+    bits = [mix64(torch.arange(1, 16_385) * as_int64(GOLDEN)) >> 12 & (1 << 52) - 1]
+    for centre in (0, 1 << 25, 1 << 51, (1 << 52) - 1):
+        near = centre + torch.arange(-1024, 1024) * 1023
         bits.append(near[(near >= 0) & (near < 1 << 52)])
-    bits = torch.cat(bits)
+    bits = torch.cat(bits)[:20480]
+    x = torch.randn(len(bits)) * torch.tensor([1.0, 30.0, 1e4, 1e6]).repeat(len(bits) // 4)
     rest = ((1 << 53) - 1 - 2 * bits).double() * 2.0**-53
-    exact = -torch.log(-torch.log(rest))
-    is_low = bits < 1 << 51
-    part = (torch.where(is_low, bits, (1 << 52) - 1 - bits).float() + 0.5) * 2.0**-52
-    log = -torch.log(torch.where(is_low, 1 - part, part))
-    series = part * (1 + part * (0.5 + part * (0.33333334 + part * (0.25 + part * 0.2))))
-    found = -torch.log(torch.where(is_low & (part < 0.0625), series, log))
-    assert (found.double() - exact).abs().max() < 0.1 * kernel.NOISE_ERROR.value
+    exact = (x / temperature).double() - torch.log(-torch.log(rest))
+    exact = exact.to(kernel_device) / math.log(2)
+    # The last bit may be wrong in the upper half: take the looser value.
+    high = (bits >> 20) | (bits >> 51)
+    found = torch.empty(len(bits), device=kernel_device)
+    scale = (torch.tensor(math.log2(math.e)) / torch.tensor(temperature)).item()
+    _bounds_kernel[(len(bits) // 1024,)](
+        x.to(kernel_device),
+        high.to(kernel_device),
+        found,
+        scale,
+        FAST=kernel_device.type == "cuda",
+        BLOCK=1024,
+    )
+    above = found.double() - exact
+    error = kernel.BOUND_ERROR.value + kernel.RELATIVE_ERROR.value * exact.abs()
+    assert (above > -0.5 * error).all()
+    is_close = ((bits < 1 << 42) & (bits > 1 << 34)).to(kernel_device)
+    assert is_close.any()
+    assert (above < 1e-3 + error)[is_close].all()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 130])

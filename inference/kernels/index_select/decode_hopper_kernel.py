@@ -15,9 +15,9 @@ What is read before `gdc_wait` must therefore be older than the first such launc
   while a chunk of this very step still writes the pages of the prompt that both share. There
   nothing is fetched before the wait.
 
-The launch for own pages that follows the one for shared pages begins only when all programs of
-that one are past their wait: the queries and all keys are in L2 then. Bulk copies read L2, and so
-must the load of the queries.
+Shared and own pages are read in one launch. It lets the choice begin once all its programs are past
+their wait, and the choice lets the kernel behind it begin at once: programs of that one take the
+places of those that end here.
 
 Suffixes: as in `decode_kernel`.
 """
@@ -74,12 +74,13 @@ def _fetch(k_desc, k_smem, bars, slot, i_page, pred):
 
 
 @gluon.jit
-def _fetch_first(k_desc, k_smem, bars, p_page_ids, first, stop, STAGES: gl.constexpr):
+def _fetch_first(k_desc, k_smem, bars, p_page_ids, num_pages, first, stop, STAGES: gl.constexpr):
     """Fetch those of the first `STAGES` pages that lie between `first` and `stop`."""
     for slot in gl.static_range(STAGES):
-        is_due = (slot >= first) & (slot < stop)
-        i_page = gl.load(p_page_ids + slot, mask=is_due, other=0)
-        _fetch(k_desc, k_smem, bars, slot, i_page, is_due)
+        # Which page it is may be known before `stop` is.
+        is_there = (slot >= first) & (slot < num_pages)
+        i_page = gl.load(p_page_ids + slot, mask=is_there, other=0)
+        _fetch(k_desc, k_smem, bars, slot, i_page, is_there & (slot < stop))
 
 
 @gluon.jit
@@ -166,11 +167,14 @@ def _score_pages(
 
 
 @gluon.jit
-def own_kernel(
+def _score_unit(
+    p_unit,
+    first_column,
     index_q_TKD,
     k_desc,
+    k_smem,
+    bars,
     page_table_RN,
-    own_U3,
     positions_T,
     seq_len_R,
     scores_CN,
@@ -181,97 +185,45 @@ def own_kernel(
     BLOCK_C: gl.constexpr,
     STAGES: gl.constexpr,
     EARLY: gl.constexpr,
-    AFTER_SHARED: gl.constexpr,
+    IS_SHARED: gl.constexpr,
 ):
-    """A unit of one request's pages. `EARLY`: older pages are fetched before the wait."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_C, 16])
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, PAGE, DIM], k_desc.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(bars.index(slot), count=1)
-    p_unit = own_U3 + gl.program_id(0) * 3
+    """A unit's pages for `BLOCK_C` columns. `EARLY`: older pages are fetched before the wait."""
+    # As rows of the product, columns have their maxima within a warp.
+    is_wide: gl.constexpr = IS_SHARED and BLOCK_C >= 64 and k_desc.dtype != gl.float8e4nv
+    COLUMN_AXIS: gl.constexpr = 0 if is_wide else 1
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, PAGE if is_wide else BLOCK_C, 16]
+    )
+    COLUMNS: gl.constexpr = QUERIES * HEADS
     # An unused unit may say anything but its number of pages.
     i_row = gl.maximum(gl.load(p_unit), 0).to(gl.int64)
-    first_page, num_pages = gl.maximum(gl.load(p_unit + 1), 0), gl.load(p_unit + 2)
-    p_page_ids = page_table_RN + i_row * table_stride + first_page
-    p_position = positions_T + i_row * QUERIES
-    num_old = 0
-    if EARLY:
-        # Pages before the first query token's; keys of this step are written to none of them.
-        num_old = gl.load(p_position).to(gl.int32) // PAGE - first_page
-        num_old = gl.minimum(num_old, num_pages)
-        _fetch_first(k_desc, k_smem, bars, p_page_ids, 0, num_old, STAGES)
-    # The last key that each column sees, counted from the unit's first one.
-    o_c = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, SCORES))
-    b_position = gl.load(p_position + gl.minimum(o_c // HEADS, QUERIES - 1)).to(gl.int32)
-    b_last_key = gl.minimum(b_position, gl.load(seq_len_R + i_row) - 1) - first_page * PAGE
-    if not AFTER_SHARED:
-        gdc_wait()
-    gdc_launch_dependents()
-    if num_pages > 0:
-        _fetch_first(k_desc, k_smem, bars, p_page_ids, num_old, num_pages, STAGES)
-        i_column = i_row * (QUERIES * HEADS)
-        _score_pages(
-            index_q_TKD + i_column * DIM,
-            k_desc,
-            k_smem,
-            bars,
-            p_page_ids,
-            scores_CN + i_column * score_stride + first_page,
-            num_pages,
-            QUERIES * HEADS,
-            b_last_key,
-            score_stride,
-            BLOCK_C,
-            STAGES,
-            SCORES,
-            1,
-            True,
-        )
-    if AFTER_SHARED:
-        # Nothing here needs the shared pages' scores, but who waits for this launch does.
-        gdc_wait()
-
-
-@gluon.jit
-def shared_kernel(
-    index_q_TKD,
-    k_desc,
-    page_table_RN,
-    shared_X4,
-    scores_CN,
-    table_stride,
-    score_stride,
-    COLUMNS: gl.constexpr,
-    BLOCK_C: gl.constexpr,
-    STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
-):
-    """A unit of pages that neighbouring requests share, for `BLOCK_C` of their columns."""
-    # As rows of the product, columns have their maxima within a warp.
-    COLUMN_AXIS: gl.constexpr = 0 if BLOCK_C >= 64 and k_desc.dtype != gl.float8e4nv else 1
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, PAGE if COLUMN_AXIS == 0 else BLOCK_C, 16]
-    )
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, PAGE, DIM], k_desc.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(bars.index(slot), count=1)
-    p_unit = shared_X4 + gl.program_id(0) * 4
-    i_row, num_rows = gl.maximum(gl.load(p_unit), 0).to(gl.int64), gl.load(p_unit + 1)
-    first_page, num_pages = gl.maximum(gl.load(p_unit + 2), 0), gl.load(p_unit + 3)
-    p_page_ids = page_table_RN + i_row * table_stride + first_page
+    num_rows = gl.load(p_unit + 1) if IS_SHARED else 1
+    p_pages = p_unit + (2 if IS_SHARED else 1)
+    first_page, num_pages = gl.maximum(gl.load(p_pages), 0), gl.load(p_pages + 1)
     # Neighbouring requests' columns lie one after another.
-    first_column = gl.program_id(1) * BLOCK_C
     num_columns = num_rows * COLUMNS - first_column
     num_pages = gl.where(num_columns > 0, num_pages, 0)
+    p_page_ids = page_table_RN + i_row * table_stride + first_page
+    num_early, b_last_key = num_pages if EARLY else 0, 0
+    if not IS_SHARED:
+        p_position = positions_T + i_row * QUERIES
+        if EARLY:
+            # Pages before the first query token's; keys of this step are written to none of them.
+            num_old = gl.load(p_position).to(gl.int32) // PAGE - first_page
+            num_early = gl.minimum(num_old, num_pages)
+        # The last key that each column sees, counted from the unit's first one.
+        o_query = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, SCORES)) // HEADS
+        b_position = gl.load(p_position + gl.minimum(o_query, QUERIES - 1)).to(gl.int32)
+        b_last_key = gl.minimum(b_position, gl.load(seq_len_R + i_row) - 1) - first_page * PAGE
     if EARLY:
-        _fetch_first(k_desc, k_smem, bars, p_page_ids, 0, num_pages, STAGES)
-    gdc_wait()
+        _fetch_first(k_desc, k_smem, bars, p_page_ids, num_pages, 0, num_early, STAGES)
+    # A program without pages makes room at once; one waits all the same, so that the launch ends no
+    # earlier than the one before it.
+    if (num_pages > 0) | (gl.program_id(0) == 0):
+        gdc_wait()
     gdc_launch_dependents()
     if num_pages > 0:
-        if not EARLY:
-            _fetch_first(k_desc, k_smem, bars, p_page_ids, 0, num_pages, STAGES)
+        _fetch_first(k_desc, k_smem, bars, p_page_ids, num_pages, num_early, num_pages, STAGES)
         i_column = i_row * COLUMNS + first_column
         _score_pages(
             index_q_TKD + i_column * DIM,
@@ -282,12 +234,89 @@ def shared_kernel(
             scores_CN + i_column * score_stride + first_page,
             num_pages,
             num_columns,
-            0,
+            b_last_key,
             score_stride,
             BLOCK_C,
             STAGES,
             SCORES,
             COLUMN_AXIS,
+            not IS_SHARED,
+        )
+
+
+@gluon.jit(do_not_specialize=["num_shared"])
+def score_kernel(
+    index_q_TKD,
+    k_desc,
+    page_table_RN,
+    own_U3,
+    shared_X4,
+    positions_T,
+    seq_len_R,
+    scores_CN,
+    num_shared,
+    table_stride,
+    score_stride,
+    QUERIES: gl.constexpr,
+    HEADS: gl.constexpr,
+    OWN_C: gl.constexpr,
+    SHARED_C: gl.constexpr,
+    SHARED_TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+):
+    """A unit a program: `num_shared` of shared pages, `SHARED_TILES` programs each, then own ones.
+
+    `OWN_C` and `SHARED_C` are the columns of a program's tile; no tiles: nothing is shared.
+    """
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, PAGE, DIM], k_desc.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(bars.index(slot), count=1)
+    i_own = gl.program_id(0)
+    if SHARED_TILES > 0:
+        i_own -= num_shared * SHARED_TILES
+        if i_own < 0:
+            # Programs of one unit are neighbours: its pages are in L2 for all but one of them.
+            _score_unit(
+                shared_X4 + gl.program_id(0) // SHARED_TILES * 4,
+                gl.program_id(0) % SHARED_TILES * SHARED_C,
+                index_q_TKD,
+                k_desc,
+                k_smem,
+                bars,
+                page_table_RN,
+                positions_T,
+                seq_len_R,
+                scores_CN,
+                table_stride,
+                score_stride,
+                QUERIES,
+                HEADS,
+                SHARED_C,
+                STAGES,
+                EARLY,
+                True,
+            )
+    if i_own >= 0:
+        _score_unit(
+            own_U3 + i_own * 3,
+            0,
+            index_q_TKD,
+            k_desc,
+            k_smem,
+            bars,
+            page_table_RN,
+            positions_T,
+            seq_len_R,
+            scores_CN,
+            table_stride,
+            score_stride,
+            QUERIES,
+            HEADS,
+            OWN_C,
+            STAGES,
+            EARLY,
             False,
         )
 
@@ -301,46 +330,33 @@ def score_pages(
     num_heads, is_fp8 = index_q_TKD.shape[1], index_pages.dtype == FP8
     columns = batch.decode_query_len * num_heads
     k_desc = _descriptor(index_pages)
-    strides = (table_RN.stride(0), scores_CN.stride(0))
-    options = {
-        "EARLY": index_q_TKD.shape[0] == batch.num_decode_tokens,
-        "num_warps": NUM_WARPS,
-        "launch_pdl": True,
-    }
     num_shared, num_own = units.shared_X4.shape[0], units.own_U3.shape[0]
-    if num_shared:
-        block_c = min(MAX_COLUMNS, padded_columns(SHARED_ROWS * columns))
-        shared_kernel[num_shared, triton.cdiv(SHARED_ROWS * columns, block_c)](
-            index_q_TKD,
-            k_desc,
-            table_RN,
-            units.shared_X4,
-            scores_CN,
-            *strides,
-            COLUMNS=columns,
-            BLOCK_C=block_c,
-            # Two programs to a multiprocessor.
-            STAGES=5 if is_fp8 else 3,
-            **options,
-        )
-    if num_own:
-        own_kernel[(num_own,)](
-            index_q_TKD,
-            k_desc,
-            table_RN,
-            units.own_U3,
-            batch.positions_T,
-            batch.seq_len_R,
-            scores_CN,
-            *strides,
-            QUERIES=batch.decode_query_len,
-            HEADS=num_heads,
-            BLOCK_C=padded_columns(columns),
-            # Two programs to a multiprocessor; four of FP8, that some widen while others wait.
-            STAGES=3,
-            AFTER_SHARED=num_shared > 0,
-            **options,
-        )
+    shared_c = min(MAX_COLUMNS, padded_columns(SHARED_ROWS * columns))
+    shared_tiles = triton.cdiv(SHARED_ROWS * columns, shared_c) if num_shared else 0
+    score_kernel[(num_shared * shared_tiles + num_own,)](
+        index_q_TKD,
+        k_desc,
+        table_RN,
+        units.own_U3,
+        units.shared_X4,
+        batch.positions_T,
+        batch.seq_len_R,
+        scores_CN,
+        num_shared,
+        table_RN.stride(0),
+        scores_CN.stride(0),
+        QUERIES=batch.decode_query_len,
+        HEADS=num_heads,
+        OWN_C=padded_columns(columns),
+        SHARED_C=shared_c,
+        SHARED_TILES=shared_tiles,
+        # Two programs to a multiprocessor; without shared pages four of FP8, that some widen while
+        # others wait.
+        STAGES=5 if is_fp8 and num_shared else 3,
+        EARLY=index_q_TKD.shape[0] == batch.num_decode_tokens,
+        num_warps=NUM_WARPS,
+        launch_pdl=True,
+    )
 
 
 def padded_columns(num_columns: int) -> int:

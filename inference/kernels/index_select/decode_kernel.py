@@ -1,4 +1,4 @@
-"""Block scores of decodes, and the choice among them: two launches, three where prompts are shared.
+"""Block scores of decodes, and the choice among them.
 
 A program of the score kernel reads a run of pages once for all heads and query tokens that see
 them; a page's scores are a maximum in registers, and one float a page and head reaches memory.
@@ -20,6 +20,9 @@ from inference.kernels.index_select.decode_hopper_kernel import MAX_COLUMNS, pad
 from inference.kernels.index_select.select_kernel import check_choice, choose_row
 from inference.kernels.paging import PagedBatch
 
+WIDTH, MANY, SELECT_WARPS = 128, 64, 8
+"""Of `choose_row`: three rounds for 8,192 blocks, each of one read."""
+
 
 def num_workers(num_sms: int, *, is_fp8: bool = False) -> int:
     """How many own index units `plan_units` should aim at on a GPU of `num_sms` multiprocessors.
@@ -30,8 +33,11 @@ def num_workers(num_sms: int, *, is_fp8: bool = False) -> int:
 
 
 def num_shared_workers(num_sms: int) -> int:
-    """The same for units of shared pages, whatever the pages' dtype."""
-    return 2 * num_sms
+    """The same for units of shared pages, whatever the pages' dtype.
+
+    On Hopper units of both kinds are in one launch: all should find room at the same time.
+    """
+    return 3 * num_sms // 2
 
 
 @triton.jit
@@ -196,6 +202,7 @@ def _select_decode_kernel(
     TOPK: tl.constexpr,
     LOCAL: tl.constexpr,
     WIDTH: tl.constexpr,
+    MANY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i_column = tl.program_id(0).to(tl.int64)
@@ -203,10 +210,11 @@ def _select_decode_kernel(
     position = tl.load(positions_T + i_token).to(tl.int32)
     num_keys = tl.minimum(position + 1, tl.load(seq_len_R + i_token // QUERIES))
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        # The next kernel may begin before the scores are there; it waits for this one.
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     p_row, p_out = scores_CN + i_column * score_stride, out_CB + i_column * TOPK
-    choose_row(p_row, p_out, tl.cdiv(num_keys, PAGE), TOPK, LOCAL, WIDTH)
+    choose_row(p_row, p_out, tl.cdiv(num_keys, PAGE), TOPK, LOCAL, WIDTH, MANY)
 
 
 def index_select_decode(
@@ -255,9 +263,10 @@ def index_select_decode(
         PAGE=page_size,
         TOPK=topk_blocks,
         LOCAL=local_blocks,
-        WIDTH=64,
+        WIDTH=WIDTH,
+        MANY=MANY,
         PDL=on_hopper,
-        num_warps=8,
+        num_warps=SELECT_WARPS,
         launch_pdl=on_hopper,
     )
 

@@ -2,7 +2,8 @@
 
 Ids are dealt to `WIDTH` arithmetic progressions. The 16 progressions with the best members hold
 the 16 best ids, for the order (score descending, id ascending) is total; these are dealt anew until
-each holds one id: with 64 progressions 64 ids take one round, 256 two, 1,024 three, 8,192 five.
+each holds one id: with 64 progressions 64 ids take one round, 256 two, 1,024 three, 8,192 five;
+with 128 progressions 128 ids take one, 1,024 two, 8,192 three.
 
 Suffixes: `X` score rows · `N` columns · `B` chosen blocks.
 """
@@ -17,41 +18,52 @@ KEEP = tl.constexpr(16)
 
 
 @triton.jit
-def _order_keys(b_score, b_id, num_blocks, LOCAL: tl.constexpr):
-    """int64 that sort as (score, lower id first) do; NaN as -inf, local ids above all scores."""
+def _best_members(
+    p_row, b_first, first_member, stride, num_blocks, LOCAL: tl.constexpr, MEMBERS: tl.constexpr
+):
+    """[WIDTH] scores and ids of each progression's best among `MEMBERS` from `first_member` on.
+
+    NaN counts as -inf, an infinite score as the largest finite one, a local id above all scores;
+    ids that do not exist are -inf and lie behind all others.
+    """
+    # [WIDTH, MEMBERS]: lanes run over progressions, whose neighbours are neighbours in memory.
+    o_member = first_member + tl.arange(0, MEMBERS)
+    o_id = b_first[:, None] + o_member[None, :] * stride
+    b_score = tl.load(p_row + o_id, mask=o_id < num_blocks - LOCAL, other=float("-inf"))
     b_score = tl.where(b_score == b_score, b_score, float("-inf"))
-    # An infinite score ties with the largest finite one; -0.0 ties with 0.0.
-    b_score = tl.where(b_score > 3.4028234663852886e38, 3.4028234663852886e38, b_score)
-    b_score = tl.where(b_score == 0.0, 0.0, b_score)
+    b_score = tl.minimum(b_score, 3.4028234663852886e38)
+    is_local = (o_id >= num_blocks - LOCAL) & (o_id < num_blocks)
+    b_score = tl.where(is_local, float("inf"), b_score)
+    b_best = tl.max(b_score, 1)
+    b_id = tl.min(tl.where(b_score == b_best[:, None], o_id, 0x7FFFFFFF), 1)
+    return b_best, b_id
+
+
+@triton.jit
+def _order_keys(b_score, b_id):
+    """int64 that sort as (score, lower id first) do; no score is NaN."""
+    b_score = tl.where(b_score == 0.0, 0.0, b_score)  # -0.0 ties with 0.0
     b_order = b_score.to(tl.int32, bitcast=True)
     b_order = b_order ^ ((b_order >> 31) & 0x7FFFFFFF)
-    b_order = tl.where(b_id >= num_blocks - LOCAL, 0x7FFFFFFF, b_order)
-    b_order = tl.where(b_id < num_blocks, b_order, -0x80000000)
     return (b_order.to(tl.int64) << 32) | (0x7FFFFFFF - b_id).to(tl.int64)
 
 
 @triton.jit
-def _member_keys(
-    p_row, b_first, first_member, stride, num_blocks, LOCAL: tl.constexpr, MEMBERS: tl.constexpr
-):
-    """[WIDTH, MEMBERS] order keys of each progression's members from `first_member` on."""
-    # Lanes run over progressions, whose neighbours are neighbours in memory.
-    o_member = first_member + tl.arange(0, MEMBERS)
-    o_id = b_first[:, None] + o_member[None, :] * stride
-    b_score = tl.load(p_row + o_id, mask=o_id < num_blocks, other=0.0)
-    return _order_keys(b_score, o_id, num_blocks, LOCAL)
-
-
-@triton.jit
 def choose_row(
-    p_row, p_out, num_blocks, TOPK: tl.constexpr, LOCAL: tl.constexpr, WIDTH: tl.constexpr
+    p_row,
+    p_out,
+    num_blocks,
+    TOPK: tl.constexpr,
+    LOCAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """Write the chosen ids of one row of scores, ascending, then -1.
 
-    `WIDTH` progressions, 32 to 128, are ranked against each other at once.
+    `WIDTH` progressions, 32 to 256, are ranked against each other at once; of long ones `MANY`
+    members are read at once.
     """
     FEW: tl.constexpr = WIDTH // KEEP
-    MANY: tl.constexpr = 16
     # Survivors are progressions b_kept + m * stride, m < count; at first, all ids dealt to 16.
     b_kept = tl.arange(0, KEEP)
     stride = KEEP
@@ -62,14 +74,18 @@ def choose_row(
         stride *= FEW
         count = tl.cdiv(count, FEW)
         if count <= FEW:
-            b_key = tl.max(_member_keys(p_row, b_first, 0, stride, num_blocks, LOCAL, FEW), 1)
+            b_best, b_id = _best_members(p_row, b_first, 0, stride, num_blocks, LOCAL, FEW)
         else:
-            b_keys = _member_keys(p_row, b_first, 0, stride, num_blocks, LOCAL, MANY)
+            b_best, b_id = _best_members(p_row, b_first, 0, stride, num_blocks, LOCAL, MANY)
             for first in range(MANY, count, MANY):
-                b_more = _member_keys(p_row, b_first, first, stride, num_blocks, LOCAL, MANY)
-                b_keys = tl.maximum(b_keys, b_more)
-            b_key = tl.max(b_keys, 1)
+                b_score, b_other = _best_members(
+                    p_row, b_first, first, stride, num_blocks, LOCAL, MANY
+                )
+                # Later members have higher ids.
+                b_id = tl.where(b_score > b_best, b_other, b_id)
+                b_best = tl.maximum(b_best, b_score)
         # No two progressions share an id, so no two keys are equal, even of ids that do not exist.
+        b_key = _order_keys(b_best, b_id)
         b_rank = tl.sum((b_key[None, :] > b_key[:, None]).to(tl.int32), 1)
         is_kept = b_rank[None, :] == tl.arange(0, KEEP)[:, None]
         b_kept = tl.sum(tl.where(is_kept, b_first[None, :], 0), 1)
@@ -92,15 +108,24 @@ def _select_kernel(
     TOPK: tl.constexpr,
     LOCAL: tl.constexpr,
     WIDTH: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     num_blocks = tl.minimum(tl.load(num_blocks_X + i_row).to(tl.int32), num_columns)
     p_row, p_out = scores_XN + i_row * row_stride, out_XB + i_row * TOPK
-    choose_row(p_row, p_out, num_blocks, TOPK, LOCAL, WIDTH)
+    choose_row(p_row, p_out, num_blocks, TOPK, LOCAL, WIDTH, MANY)
 
 
 def select_blocks(
-    scores_XN: Tensor, num_blocks_X: Tensor, out_XB: Tensor, topk: int, local: int
+    scores_XN: Tensor,
+    num_blocks_X: Tensor,
+    out_XB: Tensor,
+    topk: int,
+    local: int,
+    *,
+    width: int = 64,
+    many: int = 16,
+    num_warps: int = 1,
 ) -> None:
     """Choose {last `local` visible} and the best others by (score descending, id ascending).
 
@@ -111,6 +136,9 @@ def select_blocks(
         out_XB: [X, topk] int32, contiguous, written: ids ascending, then -1.
         topk: 1 to 16.
         local: 0 to `topk`.
+        width: progressions ranked at once, see `choose_row`.
+        many: members of a progression read at once.
+        num_warps: of the program that chooses in a row.
     """
     check_choice(topk, local)
     num_rows, num_columns = scores_XN.shape
@@ -125,8 +153,9 @@ def select_blocks(
         scores_XN.stride(0),
         TOPK=topk,
         LOCAL=local,
-        WIDTH=64,
-        num_warps=1,
+        WIDTH=width,
+        MANY=many,
+        num_warps=num_warps,
     )
 
 

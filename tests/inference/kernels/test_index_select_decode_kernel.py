@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -218,6 +219,28 @@ def test_m3_groups_choose_as_the_reference(paged, cuda, keys_dtype, queries, num
         found = select(case, index_q, index_pages=keys)
         assert agreement(case, index_q, found, keys.to(torch.bfloat16)) < 1e-4
         assert torch.equal(found, select(case, index_q, index_pages=keys))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("shared_pages", [32, 0])
+def test_unused_m3_units_change_nothing(paged, cuda, keys_dtype, shared_pages):
+    """As in a captured step, where more programs than there is room for have no pages."""
+    from inference.kernels.decode_plan import DecodePlan, plan_units
+
+    case = decodes(paged, [4200 + 37 * place for place in range(6)] + [0], **M3)
+    if shared_pages:
+        share_pages(case, [((0, 6), shared_pages)])
+    case = case.to(cuda)
+    index_q = case.randn(case.num_tokens, 4, 128).to(cuda)
+    keys = case.pages.index_pages.to(keys_dtype)
+    pages_R = -(-case.batch.seq_len_R.cpu().numpy() // 128)
+    groups = (np.array([0, 6, 7]), np.array([shared_pages, 0]))
+    sizes = {"num_shared_workers": 20, "capacity": 2000, "shared_capacity": 2000}
+    units = plan_units(pages_R, *groups, 40, **sizes).to(cuda)
+    case.batch.plan = DecodePlan(index=units, dense=units)
+    found = select(case, index_q, index_pages=keys)
+    assert agreement(case, index_q, found, keys.to(torch.bfloat16)) < 1e-4
 
 
 @pytest.mark.gpu

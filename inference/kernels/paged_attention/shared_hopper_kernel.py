@@ -1,9 +1,10 @@
 """Shared pages of groups on Hopper: one warp fetches them, two warpgroups multiply and take turns.
 
-Does what `shared_kernel` does, with the steps of `prefill_hopper_kernel`: the rows are query heads
-of several requests instead of tokens of one, and every row sees every key. A program stays on its
-multiprocessor and takes 128 rows of one unit and KV head after the other. Programs next to each
-other have the same pages, so that the second finds them in the L2 cache.
+Does what `shared_kernel` does. The steps are those of `prefill_hopper_kernel`, but the rows are
+query heads of several requests instead of tokens of one, every row sees every key, and the queries
+stay in registers. A program stays on its multiprocessor and takes 128 rows of one unit and KV head
+after the other. Programs next to each other have the same pages, so that the second finds them in
+the L2 cache.
 """
 
 import math
@@ -15,7 +16,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from inference.kernels.decode_plan import SHARED_ROWS
 from inference.kernels.hardware import is_hopper, num_multiprocessors
-from inference.kernels.merge_kernel import launch_options, wait_at_end
+from inference.kernels.merge_kernel import begin_dependent, launch_options
 from inference.kernels.paged_attention.prefill_hopper_kernel import (
     HEAD_DIM,
     NEG_INF,
@@ -35,9 +35,6 @@ from inference.kernels.paged_attention.prefill_hopper_kernel import (
     _num_rounds,
     _release,
     _ring,
-    _softmax,
-    _start_scores,
-    _step,
 )
 from inference.kernels.paging import LayerPages, PagedBatch
 
@@ -76,6 +73,7 @@ def _produce(
     k_desc, v_desc, keys, values, shared_ptr, table_ptr, stride_table, num_items,
     TILE: gl.constexpr, TILES: gl.constexpr, K: gl.constexpr, PER_REQUEST: gl.constexpr,
 ):  # fmt: skip
+    """Fetch without waiting for the kernel before: shared pages are older than the step."""
     PAGE: gl.constexpr = keys[0].shape[1]
     i_use = 0
     i_round = 0
@@ -101,40 +99,114 @@ def _produce(
 
 
 @gluon.jit
-def _attend(
-    b_acc, b_max, b_sum, b_q, keys, values, turn, i_use, num_pages, scale_log2, w: gl.constexpr
-):
+def _take_turn(w: gl.constexpr):
+    """Wait for `_pass_turn` of the other warpgroup; hardware barriers 14 and 15 are ours."""
+    if w == 0:
+        gl.inline_asm_elementwise(
+            "bar.sync 14, 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.sync 15, 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _pass_turn(w: gl.constexpr):
+    """Let the other warpgroup than `w` begin its products."""
+    if w == 0:
+        gl.inline_asm_elementwise(
+            "bar.arrive 15, 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.arrive 14, 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _sums(b_x):
+    """[M, 4] sums over the keys that a thread holds: no warp shuffles before the last page."""
+    M: gl.constexpr = b_x.shape[0]
+    N: gl.constexpr = b_x.shape[1]
+    # Thread t of a row has the keys 8 i + 2 t and 8 i + 2 t + 1.
+    return gl.sum(gl.sum(b_x.reshape([M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _softmax(b_s, b_max, b_sum, scale_log2):
+    """(weights, maximum, `_sums` of the weights, factor on what was summed before); base 2."""
+    b_new = gl.maximum(b_max, gl.max(b_s, 1) * scale_log2)
+    b_alpha = gl.exp2(b_max - b_new)
+    b_x = gl.exp2(b_s * scale_log2 - b_new[:, None])
+    of_sums: gl.constexpr = gl.SliceLayout(1, b_sum.type.layout)
+    b_decay = gl.convert_layout(b_alpha, of_sums, assert_trivial=True)
+    b_more = gl.convert_layout(_sums(b_x), b_sum.type.layout, assert_trivial=True)
+    return b_x, b_new, b_sum * b_decay[:, None] + b_more, b_alpha
+
+
+@gluon.jit
+def _start_scores(b_q, b_k, w: gl.constexpr):
+    """Products of the queries with the keys of a page, left running; one at a time begins them."""
+    ROWS: gl.constexpr = b_q.shape[0]
+    PAGE: gl.constexpr = b_k.shape[0]
+    mma: gl.constexpr = b_q.type.layout.parent
+    b_zero = gl.zeros([ROWS, PAGE], gl.float32, mma)
+    _take_turn(w)
+    b_s = warpgroup_mma(b_q, b_k.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+    _pass_turn(w)
+    return b_s
+
+
+@gluon.jit
+def _attend(b_q, keys, values, i_use, num_pages, scale_log2, w: gl.constexpr):
     """(output, maximum, sum of weights) over the pages of a unit, the first of them use `i_use`."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, b_acc.type.layout, 2)
-    b_s = _start_scores(b_q, _await(keys, i_use), turn, i_use, w, True)
-    mbarrier.arrive(turn.index(1 - w))
+    ROWS: gl.constexpr = b_q.shape[0]
+    D: gl.constexpr = b_q.shape[1]
+    operand: gl.constexpr = b_q.type.layout
+    mma: gl.constexpr = operand.parent
+    b_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, mma))
+    b_sum = _sums(gl.zeros([ROWS, D], gl.float32, mma))
+    b_acc = gl.zeros([ROWS, D], gl.float32, mma)
+    b_s = _start_scores(b_q, _await(keys, i_use), w)
     b_s = warpgroup_mma_wait(0, deps=(b_s,))
     _release(keys, i_use)
-    b_x, b_max, b_sum, _b_alpha = _softmax(b_s, b_max, b_sum, scale_log2, 0, b_max, False)
+    b_x, b_max, b_sum, _b_alpha = _softmax(b_s, b_max, b_sum, scale_log2)
     _await(keys, i_use + 1, pred=num_pages > 1)
-    b_p = gl.convert_layout(b_x.to(keys[0].dtype), operand)
-    for j in range(1, num_pages):
-        b_acc, b_p, b_max, b_sum = _step(
-            b_acc, b_p, b_max, b_sum, b_q, keys, values, turn, i_use + j, 0, j + 1 < num_pages,
-            b_max, scale_log2, w, True, False,
-        )  # fmt: skip
-    b_v = _await(values, i_use + num_pages - 1)
-    b_acc = warpgroup_mma(b_p, b_v, b_acc, is_async=True)
+    b_p = gl.convert_layout(b_x.to(b_q.dtype), operand)
+    # Scores of page j and values of the page before are under way during the softmax of page j.
+    for j in range(i_use + 1, i_use + num_pages):
+        b_v = _await(values, j - 1)
+        b_s = _start_scores(b_q, keys[0].index(j % keys[0].shape[0]), w)
+        b_acc = warpgroup_mma(b_p, b_v, b_acc, is_async=True)
+        b_s = warpgroup_mma_wait(1, deps=(b_s,))
+        _release(keys, j)
+        b_x, b_max, b_sum, b_alpha = _softmax(b_s, b_max, b_sum, scale_log2)
+        # This wait also keeps the assembler from waiting for the values before the softmax.
+        _await(keys, j + 1, pred=j + 1 < i_use + num_pages)
+        b_acc, b_x = warpgroup_mma_wait(0, deps=(b_acc, b_x))
+        _release(values, j - 1)
+        b_p = gl.convert_layout(b_x.to(b_q.dtype), operand)
+        b_acc = b_acc * b_alpha[:, None]
+    i_last = i_use + num_pages - 1
+    b_acc = warpgroup_mma(b_p, _await(values, i_last), b_acc, is_async=True)
     b_acc = warpgroup_mma_wait(0, deps=(b_acc,))
-    _release(values, i_use + num_pages - 1)
-    return b_acc, b_max, b_sum
+    _release(values, i_last)
+    return b_acc, b_max, gl.convert_layout(gl.sum(b_sum, 1), gl.SliceLayout(1, mma))
 
 
 @gluon.jit
 def _consume(
-    w: gl.constexpr, q_ptr, q_smem, keys, values, turn, shared_ptr, part_ptr, lse_ptr, stride_qt,
-    stride_qh, num_items, scale_log2, TILES: gl.constexpr, K: gl.constexpr, G: gl.constexpr,
-    PER_REQUEST: gl.constexpr, MAX_ROWS: gl.constexpr,
+    w: gl.constexpr, q_ptr, keys, values, shared_ptr, part_ptr, lse_ptr, stride_qt, stride_qh,
+    num_items, scale_log2, ROWS: gl.constexpr, TILES: gl.constexpr, K: gl.constexpr,
+    G: gl.constexpr, PER_REQUEST: gl.constexpr, MAX_ROWS: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = q_smem.shape[1]
-    D: gl.constexpr = q_smem.shape[2]
+    D: gl.constexpr = keys[0].shape[2]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    memory: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    begin_dependent(True)
+    if w == 1:
+        _pass_turn(w)
     i_use = 0
     i_round = 0
     num_rounds = _num_rounds(num_items)
@@ -144,23 +216,12 @@ def _consume(
         )
         if num_pages > 0:
             # [ROWS, D]
-            o_m = first_row + w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, memory))
-            o_d = gl.arange(0, D, gl.SliceLayout(0, memory))
+            o_m = first_row + w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, operand))
+            o_d = gl.arange(0, D, gl.SliceLayout(0, operand))
             o_t = request * (PER_REQUEST // G) + o_m // G
             p_row = q_ptr + o_t.to(gl.int64) * stride_qt + (i_kv * G + o_m % G) * stride_qh
-            # There is no wait before this: the load must read L2, as the copies of pages do.
-            p_q = p_row[:, None] + o_d[None, :]
-            b_q = gl.load(p_q, mask=(o_m < num_rows)[:, None], other=0.0, cache_modifier=".cg")
-            q_smem.index(w).store(b_q)
-            fence_async_shared()
-
-            b_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, mma))
-            b_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, mma))
-            b_acc = gl.zeros([ROWS, D], gl.float32, mma)
-            b_acc, b_max, b_sum = _attend(
-                b_acc, b_max, b_sum, q_smem.index(w), keys, values, turn, i_use, num_pages,
-                scale_log2, w,
-            )  # fmt: skip
+            b_q = gl.load(p_row[:, None] + o_d[None, :], mask=(o_m < num_rows)[:, None], other=0.0)
+            b_acc, b_max, b_sum = _attend(b_q, keys, values, i_use, num_pages, scale_log2, w)
             i_use += num_pages
 
             # [ROWS, D]
@@ -187,39 +248,30 @@ def _attend_shared_hopper(
     stride_qh,
     stride_table,
     num_items,
+    ROWS: gl.constexpr,
     TILES: gl.constexpr,
     K: gl.constexpr,
     G: gl.constexpr,
     PER_REQUEST: gl.constexpr,
     MAX_ROWS: gl.constexpr,
-    ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    layout: gl.constexpr = k_desc.layout
-    q_smem = gl.allocate_shared_memory(k_desc.dtype, [2, ROWS, k_desc.block_type.shape[1]], layout)
     keys = _ring(k_desc, STAGES, 2)
     values = _ring(v_desc, STAGES, 2)
-    # Whose turn at the tensor cores it is.
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (0, q_ptr, q_smem, keys, values, turn, shared_ptr, part_ptr, lse_ptr,
-                        stride_qt, stride_qh, num_items, scale_log2, TILES, K, G, PER_REQUEST,
-                        MAX_ROWS)),
-            (_consume, (1, q_ptr, q_smem, keys, values, turn, shared_ptr, part_ptr, lse_ptr,
-                        stride_qt, stride_qh, num_items, scale_log2, TILES, K, G, PER_REQUEST,
-                        MAX_ROWS)),
+            (_consume, (0, q_ptr, keys, values, shared_ptr, part_ptr, lse_ptr, stride_qt, stride_qh,
+                        num_items, scale_log2, ROWS, TILES, K, G, PER_REQUEST, MAX_ROWS)),
+            (_consume, (1, q_ptr, keys, values, shared_ptr, part_ptr, lse_ptr, stride_qt, stride_qh,
+                        num_items, scale_log2, ROWS, TILES, K, G, PER_REQUEST, MAX_ROWS)),
             (_produce, (k_desc, v_desc, keys, values, shared_ptr, table_ptr, stride_table,
                         num_items, 2 * ROWS, TILES, K, PER_REQUEST)),
         ],
         [4, 1],
         [REGISTERS, 24],
     )  # fmt: skip
-    wait_at_end(True)
 
 
 def serves(q_THD: Tensor, pages: LayerPages) -> bool:
@@ -269,12 +321,12 @@ def attend_shared(
         *q_THD.stride()[:2],
         batch.page_table_RN.stride(0),
         num_items,
+        ROWS=ROWS,
         TILES=tiles,
         K=num_kv_heads,
         G=group,
         PER_REQUEST=per_request,
         MAX_ROWS=SHARED_ROWS * per_request,
-        ROWS=ROWS,
         STAGES=STAGES,
         REGISTERS=240,
         num_warps=4,

@@ -17,9 +17,9 @@ from inference.kernels.decode_plan import SHARED_ROWS
 from inference.kernels.merge_kernel import (
     LOG2_E,
     MIN_MAX,
+    begin_dependent,
     launch_options,
     product_type,
-    wait_at_end,
 )
 from inference.kernels.paging import LayerPages, PagedBatch
 
@@ -49,7 +49,7 @@ def attend_shared(
     """Fill the rows of `part_XKMD` and `lse_XKM` that belong to requests of each shared unit.
 
     M runs over (place of the request in the unit, query token, head of the KV head). Launched right
-    after the kernel of the own units, beside which it may run. Hopper has a kernel of its own for
+    before the kernel of the own units, which may run beside it. Hopper has a kernel of its own for
     16-bit pages of 128 keys; a `launch` asks for this one.
     """
     assert batch.plan is not None, "paged_attention_decode checks it"
@@ -142,6 +142,7 @@ def _attend_shared(
     num_rows = tl.load(shared_ptr + i_x * 4 + 1) * (QUERY_LEN * G)
     first_page = tl.load(shared_ptr + i_x * 4 + 2)
     num_tiles = tl.load(shared_ptr + i_x * 4 + 3) * TILES
+    begin_dependent(PDL)
     if (num_tiles > 0) & (i_m * ROWS < num_rows):
         p_table = table_ptr + row.to(tl.int64) * stride_row + first_page
         o_m = i_m * ROWS + tl.arange(0, ROWS)
@@ -149,11 +150,10 @@ def _attend_shared(
         o_n = tl.arange(0, TILE)
         m_m = o_m < num_rows
         m_md = m_m[:, None] & (o_d < D)[None, :]
-        # Written before this kernel could begin, but without its own wait only L2 is sure to know.
         # [ROWS, D_PAD]
         p_q = q_ptr + (row * QUERY_LEN + o_m // G).to(tl.int64)[:, None] * stride_qt
         p_q += (i_k * G + o_m % G)[:, None] * stride_qh + o_d[None, :]
-        b_q = tl.load(p_q, mask=m_md, other=0.0, cache_modifier=".cg").to(TYPE)
+        b_q = tl.load(p_q, mask=m_md, other=0.0).to(TYPE)
         # [TILE, D_PAD]
         o_nd = o_n[:, None] * D + o_d[None, :]
         k_ptr += i_k.to(tl.int64) * stride_head
@@ -191,4 +191,3 @@ def _attend_shared(
         p_part = part_ptr + o_part[:, None] * D + o_d[None, :]
         tl.store(p_part, b_o, mask=m_md)
         tl.store(lse_ptr + o_part, b_m + tl.log2(b_l), mask=m_m)
-    wait_at_end(PDL)

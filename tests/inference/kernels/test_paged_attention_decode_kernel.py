@@ -93,6 +93,19 @@ def test_a_large_group_is_read_in_parts(paged, kernel_device):
     check(*run(case, case.randn(18, 2, 8), kernel_device, groups=([0, 18], [4])))
 
 
+@pytest.mark.parametrize(("num_requests", "heads"), [(17, 2), (65, 4)])
+def test_many_requests_are_merged_several_heads_at_a_time(
+    paged, kernel_device, num_requests, heads
+):
+    """The first have more parts, own ones and shared ones, than the merge adds at a time."""
+    lens = [40, 44, 41, 45, *[3] * (num_requests - 4)]
+    case = paged([1] * num_requests, lens, page_size=4, num_kv_heads=1)
+    q = case.randn(num_requests, heads, 8)
+    groups = ([0, 3, *range(4, num_requests + 1)], [4] + [0] * (num_requests - 3))
+    found, expected = run(case, q, kernel_device, workers=3 * num_requests, groups=groups)
+    check(found, expected)
+
+
 def test_a_request_that_is_wholly_shared_but_for_its_newest_page(paged, kernel_device):
     case = paged([1, 1], [33, 33], page_size=8)
     q = case.randn(2, 4, 8)
@@ -270,3 +283,30 @@ def test_a_captured_call_gives_the_same(cuda):
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(out, eager) for out in outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [None, SharedLaunch(64, 64, 4, 2)], ids=["default", "triton"])
+@pytest.mark.parametrize("heads", [(64, 4), (8, 1)])
+def test_a_call_sees_what_the_one_before_wrote(cuda, heads, shared):
+    """Queries are the output of the call before, whose last kernel is still at work."""
+    q, pages, batch = real_case(cuda, torch.bfloat16, *heads, 1)
+    outs = [q * 8, *(torch.full_like(q, torch.nan) for _ in range(6))]
+
+    def attend(i):
+        paged_attention_decode(outs[i], pages, batch, 2.0, outs[i + 1], shared=shared)
+
+    for i in range(6):
+        attend(i)
+        torch.cuda.synchronize()
+    wanted = [out.clone() for out in outs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(6):
+            attend(i)
+    for _ in range(20):
+        for out in outs[1:]:
+            out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(*pair) for pair in zip(outs, wanted, strict=True))

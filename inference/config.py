@@ -30,6 +30,10 @@ from inference.models.config_json import (
 __all__ = ["DENSE_MLP", "FULL", "MOE", "SPARSE", "ConfigError", "EngineConfig", "ModelConfig"]
 
 
+QUANTIZATIONS = ("none", "mxfp8", "mxfp8_released")
+MXFP8_BLOCK_SIZE = 32
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The text part of one MiniMax-M3: every number the forward pass needs."""
@@ -195,6 +199,10 @@ class EngineConfig:
     """Of key and value pages: 'auto' is `dtype`; 'float8_e4m3fn' halves them and their traffic."""
     index_dtype: str = "auto"
     """Of index-key pages, likewise."""
+    quantization: str = "none"
+    """Which weights are held in MXFP8, quantised from BF16 when written: 'none'; 'mxfp8', the
+    routed experts; 'mxfp8_released', also attention with the index projections, the dense MLP and
+    the shared expert, as in the released checkpoint."""
     num_pages: int = 512
     page_size: int | None = None
     """Tokens a page; None takes the model's `index_block_size`, the only value allowed."""
@@ -224,6 +232,10 @@ class EngineConfig:
         for name in ("kv_dtype", "index_dtype"):
             if getattr(self, name) not in ("auto", "float8_e4m3fn"):
                 raise ConfigError(f"{name}={getattr(self, name)!r}; use 'auto' or 'float8_e4m3fn'")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(
+                f"quantization={self.quantization!r}; use one of {', '.join(QUANTIZATIONS)}"
+            )
         for size in self.cuda_graph_sizes or ():
             check_positive("cuda_graph_sizes", size)
         for name in ("num_pages", "max_running_requests", "max_tokens_per_step"):
@@ -236,8 +248,8 @@ class EngineConfig:
         """The same config with everything filled in that was left to `model` or the device.
 
         Raises:
-            ConfigError: a page size other than the block size, or a length that the model or the
-                pages cannot hold.
+            ConfigError: a page size other than the block size, a length that the model or the
+                pages cannot hold, or a width that MXFP8 cannot cut into blocks.
         """
         block = model.index_block_size
         if self.page_size not in (None, block):
@@ -245,6 +257,7 @@ class EngineConfig:
                 f"page_size={self.page_size}; a selected block is a page, so it must be the "
                 f"index_block_size={block} of the model (leave page_size unset)"
             )
+        _check_blocks(model, self.quantization)
         capacity = min(model.max_position_embeddings, self.num_pages * block)
         length = capacity if self.max_model_len is None else self.max_model_len
         if length > capacity:
@@ -268,6 +281,27 @@ class EngineConfig:
         if self.cuda_graph_sizes is not None:
             return tuple(sorted({size for size in self.cuda_graph_sizes if size <= most}))
         return tuple(sorted({s for s in (1, 2, 4, 8, *range(16, most, 16)) if s < most} | {most}))
+
+
+def _check_blocks(model: ModelConfig, quantization: str) -> None:
+    """Refuse input widths of quantised weights that are no multiple of MXFP8's block."""
+    if quantization == "none":
+        return
+    widths = {"hidden_size": model.hidden_size}
+    if model.moe_layers:
+        widths["intermediate_size"] = model.intermediate_size
+    if quantization == "mxfp8_released":
+        widths["num_attention_heads * head_dim"] = model.num_attention_heads * model.head_dim
+        if model.moe_layers:
+            widths["shared_intermediate_size"] = model.shared_intermediate_size
+        if len(model.moe_layers) < model.num_hidden_layers:
+            widths["dense_intermediate_size"] = model.dense_intermediate_size
+    for name, width in widths.items():
+        if width % MXFP8_BLOCK_SIZE:
+            raise ConfigError(
+                f"quantization={quantization!r}: {name}={width} is no multiple of "
+                f"{MXFP8_BLOCK_SIZE}, the block of a scale; use quantization='none'"
+            )
 
 
 def _check_layers(name: str, kinds: tuple[str, ...], known: tuple[str, ...], layers: int) -> None:

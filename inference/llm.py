@@ -34,7 +34,8 @@ class LLM:
             path: directory with config.json, safetensors and, for text, tokenizer.json.
             dtype: 'float32' or 'bfloat16'; None: the one that config.json names, else 'float32',
                 which loses nothing of any checkpoint.
-            engine_options: fields of `inference.config.EngineConfig`.
+            engine_options: fields of `inference.config.EngineConfig`. Without `quantization`, what
+                the checkpoint stores in MXFP8 is held so.
 
         Raises:
             ConfigError, CheckpointError: what is wrong in which file.
@@ -42,6 +43,7 @@ class LLM:
         """
         _check_options(engine_options)
         dtype = stored_dtype(path) if dtype is None else dtype
+        engine_options.setdefault("quantization", stored_quantization(path))
         self.engine = Engine.from_pretrained(path, EngineConfig(dtype=dtype, **engine_options))
         self._request_ids = itertools.count()
 
@@ -99,6 +101,15 @@ def stored_dtype(path: str | Path) -> str:
             if part.get(key) is not None:
                 return str(part[key]).removeprefix("torch.")
     return "float32"
+
+
+def stored_quantization(path: str | Path) -> str:
+    """`EngineConfig.quantization` of what the config.json of a checkpoint says is MXFP8."""
+    config = read_json(Path(path) / "config.json").get("quantization_config") or {}
+    if config.get("quant_method") != "mxfp8":
+        return "none"
+    ignored = config.get("ignored_layers") or []
+    return "mxfp8" if any(".self_attn." in name for name in ignored) else "mxfp8_released"
 
 
 def derived_seed(seed: int, index: int) -> int:

@@ -147,12 +147,19 @@ class EngineOptions(Section):
     the runtime away from the trainer (see mismatch/*)."""
     index_dtype: Literal["auto", "float8_e4m3fn"] = "auto"
     """Of index-key pages, likewise."""
+    quantization: Literal["none", "mxfp8", "mxfp8_released"] = "none"
+    """Weights that the runtime holds in MXFP8, quantised as they arrive: mxfp8, the routed experts;
+    mxfp8_released, also attention, dense MLPs and shared experts. Halves them, and moves the
+    runtime away from the trainer (see mismatch/*)."""
 
 
 class M3BackendConfig(Section):
     kind: Literal["m3"] = "m3"
     device: Literal["cpu", "cuda"] = "cpu"
     """cuda: each replica takes one GPU of the cluster."""
+    gpu_memory_gib: Annotated[Float, Field(gt=0)] | None = None
+    """GiB of a GPU that a process can have (139 of an H200): a replica that needs more is refused
+    before anything starts; null: not known, nobody looks."""
     num_replicas: Int = Field(default=1, ge=1)
     """Complete copies of the model that generate."""
     num_threads: Int = Field(default=1, ge=1)

@@ -29,6 +29,12 @@ def _find(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
             f"rollout.backend.num_replicas: {replicas}; lower the one or raise the other",
             ("weight_sync.min_replicas", "rollout.backend.num_replicas"),
         )
+    if rollout.backend.gpu_memory_gib is not None and rollout.backend.device == "cpu":
+        yield (
+            f"rollout.backend.gpu_memory_gib: {rollout.backend.gpu_memory_gib} is of a GPU, and "
+            "rollout.backend.device: cpu uses none; set device: cuda or leave it out",
+            ("rollout.backend.gpu_memory_gib", "rollout.backend.device"),
+        )
     if config.policy.micro_batch_tokens < row:
         yield (
             f"policy.micro_batch_tokens: {config.policy.micro_batch_tokens} cannot hold one row of "
@@ -40,6 +46,13 @@ def _find(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
             f"rollout.backend.engine.max_model_len: {engine.max_model_len} is less than {row_is}; "
             "raise it or shorten the others",
             ("rollout.backend.engine.max_model_len", "rollout.max_tokens"),
+        )
+    if engine.quantization != "none" and config.policy.dtype != "bfloat16":
+        yield (
+            f"rollout.backend.engine.quantization: {engine.quantization} is made from BF16 weights "
+            f"alone, and policy.dtype: {config.policy.dtype} is what the weight sync carries; set "
+            "policy.dtype: bfloat16",
+            ("rollout.backend.engine.quantization", "policy.dtype"),
         )
     if config.policy.replay_routing and not rollout.capture_routing:
         yield (

@@ -13,6 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from inference import config as model_config
+from inference.memory import (
+    DTYPE_BYTES,
+    MemoryPlan,
+    count_parameters,
+    plan_memory,
+    size_text,
+)
 from m3rl.checkpoint_files import tokenizer_problems, weight_problems
 from m3rl.config import Config, ConfigError
 from m3rl.data import iterate_items
@@ -20,11 +27,10 @@ from m3rl.report import table
 
 ModelPart = Literal["tokenizer", "weights"]
 MODEL_PARTS: tuple[ModelPart, ...] = ("tokenizer", "weights")
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
 CHECKED_ITEMS = 100
 """Items of each dataset that are looked at; the whole of it is checked when a run starts."""
 H200_BYTES = 139 << 30
-"""Memory of one H200 that a process can have; the size that the GPU table plans for."""
+"""Memory of one H200 that a process can have; the GPU table plans for it unless it is told more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +44,8 @@ class Plan:
     """By class of weight; the sum is the model."""
     trainer_bytes: dict[str, int]
     """Of one trainer rank, by use; activations are not counted."""
-    replica_bytes: dict[str, int]
-    """Of one replica, by use."""
+    replica: MemoryPlan
+    """Of the GPU, or the process, that holds one replica."""
     tokens_per_step: int
     """Most tokens of one training step, prompts counted for each completion."""
     page_size: int
@@ -61,7 +67,7 @@ def make_plan(config: Config, *, required: Collection[ModelPart] = MODEL_PARTS) 
     path = config.find(config.model.path)
     problems: list[str] = []
     notices: list[str] = []
-    model = None
+    model = replica = None
     try:
         model = model_config.ModelConfig.from_pretrained(path)
     except model_config.ConfigError as error:
@@ -73,11 +79,17 @@ def make_plan(config: Config, *, required: Collection[ModelPart] = MODEL_PARTS) 
     if model is not None:
         faults = weight_problems(path, model.num_parameters)
         (problems if "weights" in required else notices).extend(faults)
-        problems += _length_problems(config, model)
+        length_problems = _length_problems(config, model)
+        problems += length_problems
+        if not length_problems:
+            try:
+                replica = _plan_replica(config, model)
+            except model_config.ConfigError as error:
+                problems.append(f"rollout.backend: a replica takes one GPU so far; {error}")
     problems += _dataset_problems(config) + _run_dir_problems(config)
-    if problems or model is None:
+    if problems or model is None or replica is None:
         raise ConfigError("\n".join(problems))
-    return _measure(config, model, (*notices, *_notices(config)))
+    return _measure(config, model, replica, (*notices, *_notices(config)))
 
 
 def describe(plan: Plan) -> str:
@@ -86,8 +98,8 @@ def describe(plan: Plan) -> str:
     parameters = [[name, f"{n:,}", f"{n / total:.1%}"] for name, n in plan.parameters.items()]
     parameters.append(["all", f"{total:,}", ""])
     memory = [
-        [f"one {who}", what, _size(n)]
-        for who, uses in (("trainer rank", plan.trainer_bytes), ("replica", plan.replica_bytes))
+        [f"one {who}", what, size_text(n)]
+        for who, uses in (("trainer rank", plan.trainer_bytes), ("replica", plan.replica.uses))
         for what, n in [*uses.items(), ("all", sum(uses.values()))]
     ]
     capacity = plan.num_pages * plan.page_size
@@ -104,7 +116,8 @@ def describe(plan: Plan) -> str:
         table(["memory", "of", "size"], memory, right=(2,)),
         "",
         f"tokens of a training step: at most {plan.tokens_per_step:,}",
-        f"KV room of a replica: {plan.num_pages:,} pages of {plan.page_size} = {capacity:,} tokens",
+        f"KV room of a replica: {plan.num_pages:,} pages of {plan.page_size} = {capacity:,} tokens"
+        + _room(plan.replica),
         f"a step needs at most {plan.demand_pages:,} pages of it: {fits}",
     ]
     lines += [f"note: {notice}" for notice in plan.notices]
@@ -117,11 +130,12 @@ def gpu_table(plan: Plan, sizes: Sequence[int]) -> tuple[str, bool]:
     Trainer ranks stay as configured and every other GPU holds one replica. Neither the policy nor a
     replica is spread over several GPUs yet, so a model that needs that is refused here.
     """
-    rank_bytes, replica_bytes = sum(plan.trainer_bytes.values()), sum(plan.replica_bytes.values())
+    rank_bytes, replica_bytes = sum(plan.trainer_bytes.values()), plan.replica.total_bytes
+    gpu_bytes = H200_BYTES if plan.replica.gpu_bytes is None else plan.replica.gpu_bytes
     too_big = [
-        f"{who} needs {_size(n)} and cannot be spread over GPUs yet"
+        f"{who} needs {size_text(n)} and cannot be spread over GPUs yet"
         for who, n in (("a trainer rank", rank_bytes), ("a replica", replica_bytes))
-        if n > H200_BYTES
+        if n > gpu_bytes
     ]
     rows = []
     works = False
@@ -134,8 +148,33 @@ def gpu_table(plan: Plan, sizes: Sequence[int]) -> tuple[str, bool]:
         else:
             verdict, works = "fits", True
         rows.append([str(size), str(plan.num_ranks), str(max(replicas, 0)), verdict])
-    header = ["H200 GPUs", "trainer ranks", "replicas", "verdict"]
+    kind = "H200 GPUs" if plan.replica.gpu_bytes is None else f"GPUs of {size_text(gpu_bytes)}"
+    header = [kind, "trainer ranks", "replicas", "verdict"]
     return table(header, rows, right=(0, 1, 2)), works
+
+
+def _room(replica: MemoryPlan) -> str:
+    if replica.max_num_pages is None:
+        return ""
+    return f"; its GPU has room for {replica.max_num_pages:,} pages"
+
+
+def _engine_config(config: Config) -> model_config.EngineConfig:
+    """What every replica is told; see `assemble.replica_settings`."""
+    backend = config.rollout.backend
+    return model_config.EngineConfig(
+        **backend.engine.model_dump(),
+        dtype=config.policy.dtype,
+        device=backend.device,
+        capture_routing=config.rollout.capture_routing,
+        capture_blocks=config.rollout.capture_blocks,
+    )
+
+
+def _plan_replica(config: Config, model: model_config.ModelConfig) -> MemoryPlan:
+    memory_gib = config.rollout.backend.gpu_memory_gib
+    gpu_bytes = None if memory_gib is None else int(memory_gib * (1 << 30))
+    return plan_memory(model, _engine_config(config), gpu_bytes=gpu_bytes)
 
 
 def _length_problems(config: Config, model: model_config.ModelConfig) -> list[str]:
@@ -143,9 +182,7 @@ def _length_problems(config: Config, model: model_config.ModelConfig) -> list[st
     engine = config.rollout.backend.engine
     longest = config.data.max_prompt_tokens + config.rollout.max_tokens
     try:
-        limits = model_config.EngineConfig(
-            num_pages=engine.num_pages, max_model_len=engine.max_model_len
-        ).resolve(model)
+        limits = _engine_config(config).resolve(model)
     except model_config.ConfigError as error:
         return [f"rollout.backend.engine: {error}"]
     assert limits.max_model_len is not None, "resolve() fills it"
@@ -193,6 +230,11 @@ def _notices(config: Config) -> list[str]:
             f"rollout.{cut[0]}: {getattr(rollout, cut[0])} truncates the sampling distribution, "
             "which is for `m3rl rollout`; training needs the whole one"
         )
+    backend = rollout.backend
+    if backend.device == "cuda" and backend.gpu_memory_gib is None:
+        notices.append(
+            "rollout.backend.gpu_memory_gib: null, so nobody looks whether a replica fits a GPU"
+        )
     if config.eval.at_start or config.eval.at_end or config.eval.every:
         name = getattr(config.data.eval, "size", None)
         if name is not None and name < config.eval.num_prompts:
@@ -203,11 +245,16 @@ def _notices(config: Config) -> list[str]:
     return notices
 
 
-def _measure(config: Config, model: model_config.ModelConfig, notices: tuple[str, ...]) -> Plan:
+def _measure(
+    config: Config,
+    model: model_config.ModelConfig,
+    replica: MemoryPlan,
+    notices: tuple[str, ...],
+) -> Plan:
     rollout = config.rollout
     prompt, completion = config.data.max_prompt_tokens, rollout.max_tokens
     page, pages = model.index_block_size, rollout.backend.engine.num_pages
-    parameters = parameters_by_class(model)
+    parameters = count_parameters(model)
     per_replica = -(-rollout.prompts_per_step // rollout.backend.num_replicas)
     shared = prompt // page
     own = -(-(prompt + completion) // page) - shared
@@ -218,31 +265,13 @@ def _measure(config: Config, model: model_config.ModelConfig, notices: tuple[str
         num_replicas=rollout.backend.num_replicas,
         parameters=parameters,
         trainer_bytes=_trainer_bytes(config, parameters),
-        replica_bytes=_replica_bytes(config, model, parameters),
+        replica=replica,
         tokens_per_step=rollout.prompts_per_step * rollout.group_size * (prompt + completion),
         page_size=page,
         num_pages=pages,
         demand_pages=min(per_replica, running) * shared + running * own,
         notices=notices,
     )
-
-
-def parameters_by_class(model: model_config.ModelConfig) -> dict[str, int]:
-    """Parameters of the text model by class of weight."""
-    C, D = model.hidden_size, model.head_dim
-    heads = model.num_attention_heads + model.num_key_value_heads
-    layers, moe = model.num_hidden_layers, len(model.moe_layers)
-    index = model.index_head_dim * (C * (model.index_n_heads + 1) + 2)
-    return {
-        "embedding and head": 2 * model.vocab_size * C,
-        "attention": layers * (2 * C * D * heads + 2 * D),
-        "index branch": len(model.sparse_layers) * index,
-        "dense MLP": (layers - moe) * 3 * C * model.dense_intermediate_size,
-        "routed experts": moe * model.num_local_experts * 3 * C * model.intermediate_size,
-        "shared experts": moe * 3 * C * model.shared_intermediate_size,
-        "router": moe * model.num_local_experts * (C + 1),
-        "norms": (2 * layers + 1) * C,
-    }
 
 
 def _trainer_bytes(config: Config, parameters: dict[str, int]) -> dict[str, int]:
@@ -253,35 +282,3 @@ def _trainer_bytes(config: Config, parameters: dict[str, int]) -> dict[str, int]
     if config.policy.dtype != "float32":
         out[f"{config.policy.dtype} copy"] = DTYPE_BYTES[config.policy.dtype] * total
     return out
-
-
-def _replica_bytes(
-    config: Config, model: model_config.ModelConfig, parameters: dict[str, int]
-) -> dict[str, int]:
-    width = DTYPE_BYTES[config.policy.dtype]
-    router = parameters["router"]
-    slots = config.rollout.backend.engine.num_pages * model.index_block_size
-    sparse = len(model.sparse_layers)
-    kv = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
-    engine = config.rollout.backend.engine
-    out = {
-        "weights": width * (sum(parameters.values()) - router) + 4 * router,
-        "KV pages": slots * kv * DTYPE_BYTES.get(engine.kv_dtype, width),
-        "index pages": slots
-        * sparse
-        * model.index_head_dim
-        * DTYPE_BYTES.get(engine.index_dtype, width),
-    }
-    if config.rollout.capture_routing:
-        out["captured routing"] = slots * len(model.moe_layers) * model.num_experts_per_tok
-    if config.rollout.capture_blocks:
-        blocks = sparse * model.num_key_value_heads * model.index_topk_blocks
-        out["captured blocks"] = 4 * slots * blocks
-    return out
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes / 1024:.1f} KiB"

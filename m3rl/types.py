@@ -151,6 +151,9 @@ class TensorSlot:
     """Start and stop along each dimension of what this rank holds."""
     bucket: str
     """Tensors that travel together: 'pre', 'layer.0', …, 'post'."""
+    storage: str = "plain"
+    """'plain': held as it is sent; 'mxfp8': quantised there, in blocks of 32 along the last
+    dimension. A trainer rank's are all plain."""
 
 
 class WeightTarget(Protocol):

@@ -1,68 +1,13 @@
 """The config.json of the MiniMax-M3 release, from the public inventory of its checkpoint."""
 
+import json
+from pathlib import Path
 from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "configs" / "models" / "minimax_m3"
 
 
 def released_config() -> dict[str, Any]:
-    """A fresh copy; of the vision part only what tells the two apart."""
-    flags = [0] * 3 + [1] * 57
-    return {
-        "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
-        "model_type": "minimax_m3_vl",
-        "auto_map": {"AutoConfig": "configuration_minimax_m3_vl.MiniMaxM3VLConfig"},
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.52.4",
-        "image_token_index": 200025,
-        "video_token_index": 200026,
-        "projector_hidden_size": 6144,
-        "multimodal_projector_bias": True,
-        "projector_hidden_act": "gelu",
-        "num_reward_heads": 0,
-        "vision_config": {"hidden_size": 1280, "num_hidden_layers": 32, "rope_theta": 10000},
-        "text_config": {
-            "architectures": ["MiniMaxM3SparseForCausalLM"],
-            "hidden_size": 6144,
-            "num_hidden_layers": 60,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "vocab_size": 200064,
-            "max_position_embeddings": 1048576,
-            "rms_norm_eps": 1e-6,
-            "use_gemma_norm": True,
-            "attention_output_gate": False,
-            "rope_theta": 5000000,
-            "rotary_dim": 64,
-            "partial_rotary_factor": 0.5,
-            "hidden_act": "swigluoai",
-            "swiglu_alpha": 1.702,
-            "swiglu_limit": 7.0,
-            "use_qk_norm": True,
-            "qk_norm_type": "per_head",
-            "tie_word_embeddings": False,
-            "intermediate_size": 3072,
-            "dense_intermediate_size": 12288,
-            "shared_intermediate_size": 3072,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "n_shared_experts": 1,
-            "scoring_func": "sigmoid",
-            "use_routing_bias": True,
-            "routed_scaling_factor": 2.0,
-            "moe_layer_freq": flags,
-            "num_mtp_modules": 7,
-            "num_nextn_predict_layers": 1,
-            "sparse_attention_config": {
-                "use_sparse_attention": True,
-                "sparse_attention_freq": flags,
-                "sparse_num_index_heads": 4,
-                "sparse_index_dim": 128,
-                "sparse_block_size": 128,
-                "sparse_topk_blocks": 16,
-                "sparse_init_block": 0,
-                "sparse_local_block": 1,
-                "sparse_score_type": "max",
-                "sparse_disable_index_value": flags,
-            },
-        },
-    }
+    """A fresh copy."""
+    config: dict[str, Any] = json.loads((FOLDER / "config.json").read_text())
+    return config

@@ -28,6 +28,9 @@ class WeightSlot:
     """Start and stop along each dimension of what is held here."""
     bucket: str
     """Tensors that travel together: 'pre', 'layer.0', …, 'post'."""
+    storage: str = "plain"
+    """'plain': as written. 'mxfp8': quantised from what is written, in blocks of 32 along the last
+    dimension, which bounds must not cut; or written as an `MXFP8Tensor`, byte for byte."""
 
 
 class Coverage:

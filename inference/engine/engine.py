@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from inference.config import EngineConfig, ModelConfig
@@ -33,6 +32,7 @@ from inference.engine.scheduler import Schedule, Scheduler
 from inference.engine.stats import Counters
 from inference.engine.stop import StopMatcher
 from inference.engine.worker import Worker
+from inference.kernels.mxfp8 import MXFP8Tensor
 from inference.models.weights import read_checkpoint
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Engine:
         """
         config = ModelConfig.from_pretrained(path)
         engine = cls(config, engine_config, load_tokenizer(path))
-        engine.load_weights(read_checkpoint(path, config), version)
+        engine.load_weights(read_checkpoint(path, config, allow_mxfp8=True), version)
         return engine
 
     @property
@@ -330,8 +330,9 @@ class Engine:
         self._held += self._settle()
         self._weights.begin(version)
 
-    def write(self, name: str, bounds: Bounds, tensor: Tensor) -> None:
-        """Copy a rectangle of a published tensor into the weights.
+    def write(self, name: str, bounds: Bounds, tensor: Tensor | MXFP8Tensor) -> None:
+        """Copy a rectangle of a published tensor into the weights; `WeightSlot.storage` says where
+        it is quantised on the way.
 
         Raises:
             WeightLoadError: unknown name, bounds outside or written before, other shape or dtype.
@@ -346,7 +347,8 @@ class Engine:
         Cached pages of the old version are gone; see `pause` for the running requests.
 
         Raises:
-            WeightLoadError: tensors that are not whole, by name; the load is over as for `write`.
+            WeightLoadError: tensors that are not whole, or in MXFP8 and not finite, by name; the
+                load is over as for `write`.
         """
         self._scheduler.start_version(self._weights.commit())
 
@@ -358,23 +360,28 @@ class Engine:
         self._weights.abort()
 
     def weights_hash(self) -> dict[str, int]:
-        """`tensor_hash` of every published tensor as the engine holds it, also while loading."""
+        """`tensor_hash` of every published tensor as the engine holds it, also while loading.
+
+        Of one held in MXFP8: `mxfp8.hash_tensor`, over values and scales.
+        """
         if self._weights.state is WeightState.EMPTY:
             raise EngineStateError("the weights are EMPTY: there is nothing to hash")
         return self._worker.hash_weights()
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load whole published tensors, rounded to the engine's dtype where theirs is wider.
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor | MXFP8Tensor]], version: int
+    ) -> None:
+        """Load whole published tensors, rounded to the engine's dtype where theirs is wider, and
+        widened where they are MXFP8 and the engine's are not.
 
         Raises:
             WeightLoadError, or whatever `tensors` raises: as for `write` and `commit`.
         """
-        dtypes = {slot.name: getattr(torch, slot.dtype) for slot in self._worker.weight_layout}
         self.begin_load(version)
         try:
             for name, tensor in tensors:
                 bounds = tuple((0, size) for size in tensor.shape)
-                self.write(name, bounds, tensor.to(dtypes.get(name, tensor.dtype)))
+                self.write(name, bounds, self._weights.converted(name, tensor))
         except BaseException:
             self.abort_load()
             raise

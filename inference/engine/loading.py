@@ -20,11 +20,14 @@ from __future__ import annotations
 import logging
 import operator
 from enum import Enum
+from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from inference.engine.coverage import Bounds, Coverage, WeightLoadError, WeightSlot
 from inference.engine.worker import Worker
+from inference.kernels.mxfp8 import BLOCK_SIZE, MAX_SCALE, MXFP8Tensor, dequantize
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +82,20 @@ class WeightLoader:
         self._next_version = version
         self._coverage = Coverage(self._worker.weight_layout)
 
-    def write(self, name: str, bounds: Bounds, tensor: Tensor) -> None:
+    def converted(self, name: str, tensor: Tensor | MXFP8Tensor) -> Tensor | MXFP8Tensor:
+        """A whole tensor of a checkpoint as `write` takes it: rounded, or widened out of MXFP8."""
+        slot = self._slots.get(name)
+        if slot is None:  # `write` knows what to say
+            return tensor
+        dtype = getattr(torch, slot.dtype)
+        if not isinstance(tensor, MXFP8Tensor):
+            return tensor.to(dtype)
+        if slot.storage == "mxfp8":
+            return tensor
+        device = self._worker.device
+        return dequantize(tensor.values.to(device), tensor.scale.to(device), dtype)
+
+    def write(self, name: str, bounds: Bounds, tensor: Tensor | MXFP8Tensor) -> None:
         """Copy one rectangle. WeightLoadError, and the load is over, when it does not fit."""
         self._require_open("write")
         try:
@@ -96,17 +112,15 @@ class WeightLoader:
         """Close the load and return its version.
 
         Raises:
-            WeightLoadError: an element was not written; names the tensors, and the load is over.
+            WeightLoadError: an element was not written, or what was quantised is NaN, infinite or
+                too large for the kernels; names the tensors, and the load is over.
         """
         self._require_open("commit")
         if missing := self._coverage.missing():
-            version = self._next_version
-            self._fail()
-            raise WeightLoadError(
-                f"{len(missing)} tensors of version {version} are not whole: "
-                f"{', '.join(missing[:8])}{', …' if len(missing) > 8 else ''}; the engine is "
-                f"{self.state.value}, load the whole model again"
-            )
+            self._refuse(missing, "are not whole")
+        if unusable := self._worker.unusable_weights():
+            largest = 448 * 2 ** (MAX_SCALE - 127)
+            self._refuse(unusable, f"hold NaN, Inf or magnitudes above {largest}")
         self.state, self.version = WeightState.READY, self._next_version
         return self.version
 
@@ -115,6 +129,15 @@ class WeightLoader:
         if self.state is WeightState.LOADING:
             logger.warning("the load of version %d is given up", self._next_version)
             self._fail()
+
+    def _refuse(self, names: list[str], fault: str) -> NoReturn:
+        version = self._next_version
+        self._fail()
+        raise WeightLoadError(
+            f"{len(names)} tensors of version {version} {fault}: "
+            f"{', '.join(names[:8])}{', …' if len(names) > 8 else ''}; the engine is "
+            f"{self.state.value}, load the whole model again"
+        )
 
     def _fail(self) -> None:
         """The open load is over. Untouched weights still serve; others need a whole load."""
@@ -131,17 +154,46 @@ class WeightLoader:
             )
 
 
-def check_rectangle(slot: WeightSlot, bounds: Bounds, tensor: Tensor) -> None:
+def check_rectangle(slot: WeightSlot, bounds: Bounds, tensor: Tensor | MXFP8Tensor) -> None:
     """Raise WeightLoadError unless `tensor` has the dtype of `slot` and the shape of `bounds`."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype != slot.dtype:
+    if slot.storage == "mxfp8" and any(edge % BLOCK_SIZE for edge in bounds[-1]):
         raise WeightLoadError(
-            f"{slot.name}: the tensor is {dtype}, the engine holds {slot.dtype}; convert it at the "
-            "sender, a write never rounds"
+            f"{slot.name}: bounds {bounds} cut a block of {BLOCK_SIZE} that shares a scale; the "
+            f"last dimension of a weight held in MXFP8 is cut at multiples of {BLOCK_SIZE}"
         )
     shape = tuple(stop - start for start, stop in bounds)
+    if isinstance(tensor, MXFP8Tensor):
+        if slot.storage != "mxfp8":
+            raise WeightLoadError(
+                f"{slot.name}: the tensor is MXFP8, the engine holds {slot.dtype}; a write never "
+                "widens, load_weights does"
+            )
+        _check_part(slot.name, "values", tensor.values, "float8_e4m3fn", shape)
+        _check_part(
+            slot.name, "scale", tensor.scale, "uint8", (*shape[:-1], shape[-1] // BLOCK_SIZE)
+        )
+        return
+    dtype = _dtype_of(tensor)
+    if dtype != slot.dtype:
+        verb = "holds" if slot.storage == "plain" else "quantises from"
+        raise WeightLoadError(
+            f"{slot.name}: the tensor is {dtype}, the engine {verb} {slot.dtype}; convert it at "
+            "the sender, a write never rounds"
+        )
     if tuple(tensor.shape) != shape:
         raise WeightLoadError(
             f"{slot.name}: the tensor has shape {tuple(tensor.shape)}, bounds {bounds} ask for "
             f"{shape}"
         )
+
+
+def _check_part(name: str, part: str, tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> None:
+    if (_dtype_of(tensor), tuple(tensor.shape)) != (dtype, shape):
+        raise WeightLoadError(
+            f"{name}: {part} of the MXFP8 tensor are {_dtype_of(tensor)} {tuple(tensor.shape)}, "
+            f"need {dtype} {shape}"
+        )
+
+
+def _dtype_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

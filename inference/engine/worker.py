@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from inference.config import SPARSE, ConfigError, EngineConfig, ModelConfig
 from inference.engine.batch import StepBatch, build_batch
-from inference.engine.coverage import Bounds, WeightSlot
+from inference.engine.coverage import Bounds, WeightLoadError, WeightSlot
 from inference.engine.graphs import DecodeGraphs
 from inference.engine.rows import PENDING, RunningRows
 from inference.engine.sampler import PendingSample, pack, sample
@@ -16,10 +18,11 @@ from inference.engine.scheduler import Schedule
 from inference.engine.sharing import DecodePlanner, Workers
 from inference.engine.staging import Staging
 from inference.kernels.hardware import num_multiprocessors
+from inference.kernels.mxfp8 import BLOCK_SIZE, MAX_SCALE, MXFP8Tensor, hash_tensor, quantize_into
 from inference.kernels.paging import LayerPages
 from inference.kernels.tensor_hash import tensor_hash
 from inference.models.minimax_m3 import Capture, MiniMaxM3
-from inference.models.weights import published_tensors, runtime_placement
+from inference.models.weights import TensorSpec, published_tensors, runtime_placement
 
 
 class Worker:
@@ -35,7 +38,9 @@ class Worker:
                 "device='cpu', or install a CUDA build of torch on a machine with a GPU"
             )
         self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-        self.model = MiniMaxM3(model_config, self.dtype, self.device, config.max_model_len)
+        self.model = MiniMaxM3(
+            model_config, self.dtype, self.device, config.max_model_len, config.quantization
+        )
         self.pages = [
             _allocate_pages(model_config, config, kind == SPARSE, self.dtype, self.device)
             for kind in model_config.layer_types
@@ -63,15 +68,9 @@ class Worker:
                 self.graphs = DecodeGraphs(
                     self.model, self.pages, self.capture, self.planner, self._newest_M, config
                 )
-        self._views = _weight_views(self.model, model_config)
+        self._views = _weight_views(self.model, model_config, config.quantization)
         self.weight_layout = [
-            WeightSlot(
-                name=spec.name,
-                dtype="float32" if spec.is_fp32 else config.dtype,
-                shape=spec.shape,
-                bounds=tuple((0, size) for size in spec.shape),
-                bucket=spec.bucket,
-            )
+            _weight_slot(spec, config.dtype, is_quantized=spec.is_quantized(config.quantization))
             for spec in published_tensors(model_config)
         ]
 
@@ -113,31 +112,98 @@ class Worker:
         )
 
     @torch.no_grad()
-    def write_weight(self, slot: WeightSlot, bounds: Bounds, tensor: Tensor) -> None:
-        """Copy a rectangle of a published tensor to where the runtime keeps it."""
-        self._views[slot.name][_slices(bounds)].copy_(tensor)
+    def write_weight(self, slot: WeightSlot, bounds: Bounds, tensor: Tensor | MXFP8Tensor) -> None:
+        """Copy a rectangle of a published tensor to where the runtime keeps it, or quantise it
+        there.
+
+        Raises:
+            WeightLoadError: values given in MXFP8 hold NaN. What is quantised here is looked at by
+                `unusable_weights`, so that the host need not wait for each write.
+        """
+        view = self._views[slot.name]
+        if not isinstance(view, MXFP8Tensor):
+            assert isinstance(tensor, Tensor), "checked by check_rectangle"
+            view[_slices(bounds)].copy_(tensor)
+            return
+        part = _rectangle(view, bounds)
+        if not isinstance(tensor, MXFP8Tensor):
+            quantize_into(tensor.to(self.device), part)
+            return
+        part.values.copy_(tensor.values)
+        part.scale.copy_(tensor.scale)
+        if bool(((part.values.view(torch.uint8) & 0x7F) == 0x7F).any()):
+            raise WeightLoadError(f"{slot.name}: the MXFP8 values at {bounds} hold NaN")
+
+    def unusable_weights(self) -> list[str]:
+        """Names of weights in MXFP8 with a block that was not finite, or is too large to serve."""
+        state = self.model.state_dict()
+        scales = [tensor.amax() for name, tensor in state.items() if name.endswith("_scale")]
+        if not scales or int(torch.stack(scales).amax()) <= MAX_SCALE:
+            return []
+        return [
+            name
+            for name, view in self._views.items()
+            if isinstance(view, MXFP8Tensor) and int(view.scale.amax()) > MAX_SCALE
+        ]
 
     def hash_weights(self) -> dict[str, int]:
-        """Hash of every published tensor as it lies in the runtime's parameters."""
-        return {name: tensor_hash(view, name=name) for name, view in self._views.items()}
+        """Hash of every published tensor as it lies in the runtime's parameters.
+
+        That of a tensor in MXFP8 is over its stored bytes, see `mxfp8.hash_tensor`.
+        """
+        return {
+            name: hash_tensor(view, name=name)
+            if isinstance(view, MXFP8Tensor)
+            else tensor_hash(view, name=name)
+            for name, view in self._views.items()
+        }
 
 
 def _slices(bounds: Bounds) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in bounds)
 
 
-def _weight_views(model: MiniMaxM3, config: ModelConfig) -> dict[str, Tensor]:
+def _rectangle(weight: MXFP8Tensor, bounds: Bounds) -> MXFP8Tensor:
+    """A rectangle that cuts no block, in the same memory."""
+    *outer, (start, stop) = bounds
+    scale_bounds = (*outer, (start // BLOCK_SIZE, stop // BLOCK_SIZE))
+    return MXFP8Tensor(weight.values[_slices(bounds)], weight.scale[_slices(scale_bounds)])
+
+
+def _weight_slot(spec: TensorSpec, dtype: str, *, is_quantized: bool) -> WeightSlot:
+    if is_quantized:
+        dtype = "bfloat16"
+    return WeightSlot(
+        name=spec.name,
+        dtype="float32" if spec.is_fp32 else dtype,
+        shape=spec.shape,
+        bounds=tuple((0, size) for size in spec.shape),
+        bucket=spec.bucket,
+        storage="mxfp8" if is_quantized else "plain",
+    )
+
+
+def _weight_views(
+    model: MiniMaxM3, config: ModelConfig, quantization: str
+) -> dict[str, Tensor | MXFP8Tensor]:
     """Published name -> view into the parameters; together they are all of the parameters."""
     state = model.state_dict()
     placement = runtime_placement(config)
-    views = {spec.name: placement[spec.name].view(state) for spec in published_tensors(config)}
-    placed = dict.fromkeys(state, 0)
+    views: dict[str, Tensor | MXFP8Tensor] = {}
+    num_unplaced = {param: tensor.numel() for param, tensor in state.items()}
     for spec in published_tensors(config):
-        view = views[spec.name]
-        assert tuple(view.shape) == spec.shape, f"{spec.name} lies in {tuple(view.shape)}"
-        placed[placement[spec.name].param] += view.numel()
-    for param, count in placed.items():
-        assert count == state[param].numel(), f"published tensors fill {count} places of {param}"
+        place = placement[spec.name]
+        shape = tuple(place.view(state).shape)
+        assert shape == spec.shape, f"{spec.name} lies in {shape}"
+        if spec.is_quantized(quantization):
+            view = place.quantized_view(state)
+            views[spec.name] = view
+            num_unplaced[f"{place.param}_scale"] -= view.scale.numel()
+        else:
+            views[spec.name] = place.view(state)
+        num_unplaced[place.param] -= math.prod(spec.shape)
+    for param, count in num_unplaced.items():
+        assert count == 0, f"published tensors leave {count} places of {param} or fill them twice"
     return views
 
 

@@ -23,15 +23,23 @@ class HeadNorm(nn.Module):
 class FullAttention(nn.Module):
     """Every token reads all keys of its request up to itself."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`weight_dtype`: of the projections; `dtype`: of the norms."""
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
         self.scale = self.head_dim**-0.5
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.index_width(config)
-        self.qkv_proj = Linear(config.hidden_size, width, dtype=dtype, device=device)
+        self.qkv_proj = Linear(config.hidden_size, width, dtype=weight_dtype, device=device)
         self.o_proj = Linear(
-            self.num_heads * self.head_dim, config.hidden_size, dtype=dtype, device=device
+            self.num_heads * self.head_dim, config.hidden_size, dtype=weight_dtype, device=device
         )
         self.q_norm = HeadNorm(self.head_dim, dtype=dtype, device=device)
         self.k_norm = HeadNorm(self.head_dim, dtype=dtype, device=device)
@@ -72,8 +80,15 @@ class FullAttention(nn.Module):
 class SparseAttention(FullAttention):
     """MSA: each (token, KV head) reads `topk_blocks` key blocks chosen by the index branch."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(config, dtype=dtype, device=device)
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(config, dtype=dtype, weight_dtype=weight_dtype, device=device)
         self.topk_blocks, self.local_blocks = config.index_topk_blocks, config.index_local_blocks
         self.index_q_norm = HeadNorm(config.index_head_dim, dtype=dtype, device=device)
         self.index_k_norm = HeadNorm(config.index_head_dim, dtype=dtype, device=device)

@@ -27,7 +27,8 @@ class MiniMaxM3(nn.Module):
     """Weights and forward pass of one replica; `weights.runtime_placement` says what lives where.
 
     Parameters are allocated, not initialised: a load must fill every one before `forward`. `dtype`
-    is that of weights, residual stream and pages; router and head run in FP32 whatever it is.
+    is that of weights, residual stream and pages; router and head run in FP32 whatever it is, and
+    what `quantization` names (see `EngineConfig`) is held in MXFP8.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class MiniMaxM3(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         max_positions: int | None = None,
+        quantization: str = "none",
     ) -> None:
         """`max_positions`: length of the rotary table; None takes `max_position_embeddings`."""
         super().__init__()
@@ -44,7 +46,7 @@ class MiniMaxM3(nn.Module):
         C, V, eps = config.hidden_size, config.vocab_size, config.rms_norm_eps
         self.embed_tokens = Embedding(V, C, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, dtype=dtype, device=device)
+            DecoderLayer(config, i, dtype=dtype, quantization=quantization, device=device)
             for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(C, eps, dtype=dtype, device=device)
@@ -88,18 +90,26 @@ class DecoderLayer(nn.Module):
     """The parts of one layer; the order in which they run stands in `MiniMaxM3.forward`."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        quantization: str,
+        device: torch.device,
     ) -> None:
         super().__init__()
         C, eps = config.hidden_size, config.rms_norm_eps
+        expert_dtype = dtype if quantization == "none" else torch.float8_e4m3fn
+        weight_dtype = torch.float8_e4m3fn if quantization == "mxfp8_released" else dtype
         attention = SparseAttention if config.layer_types[layer] == SPARSE else FullAttention
         self.input_layernorm = RMSNorm(C, eps, dtype=dtype, device=device)
-        self.self_attn = attention(config, dtype=dtype, device=device)
+        self.self_attn = attention(config, dtype=dtype, weight_dtype=weight_dtype, device=device)
         self.post_attention_layernorm = RMSNorm(C, eps, dtype=dtype, device=device)
         self.is_moe = config.mlp_layer_types[layer] == MOE
         self.mlp: MoE | MLP
         if self.is_moe:
-            self.mlp = MoE(config, dtype=dtype, device=device)
+            self.mlp = MoE(config, dtype=weight_dtype, expert_dtype=expert_dtype, device=device)
         else:
             self.mlp = MLP(
                 C,
@@ -107,7 +117,7 @@ class DecoderLayer(nn.Module):
                 alpha=config.swiglu_alpha,
                 limit=config.swiglu_limit,
                 beta=config.swiglu_beta,
-                dtype=dtype,
+                dtype=weight_dtype,
                 device=device,
             )
 

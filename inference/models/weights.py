@@ -8,14 +8,16 @@ exporting are all a copy into, or out of, a view.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, overload
 
 from torch import Tensor
 
 from inference.config import MOE, SPARSE, ModelConfig
+from inference.kernels.mxfp8 import BLOCK_SIZE, SCALE_SUFFIX, MXFP8Tensor
+from inference.kernels.mxfp8.reference import NAN_SCALE
 from inference.models.checkpoint import (
     CheckpointError,
     StoredTensor,
@@ -27,7 +29,9 @@ from inference.models.checkpoint import (
 __all__ = [
     "CheckpointError",
     "Placement",
+    "PublishedTensor",
     "TensorSpec",
+    "check_checkpoint",
     "published_tensors",
     "read_checkpoint",
     "runtime_placement",
@@ -55,10 +59,20 @@ class TensorSpec:
     is_fp32: bool = False
     """Router weight and correction bias: FP32 in the checkpoint, on the wire and in memory."""
 
+    def is_quantized(self, quantization: str) -> bool:
+        """Whether `EngineConfig.quantization` has this tensor held in MXFP8."""
+        if quantization == "mxfp8_released":
+            return self.role == "expert" or self.name.endswith("_proj.weight")
+        return quantization == "mxfp8" and self.role == "expert"
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`tensors[param][index]` is the published tensor."""
+    """`tensors[param][index]` is the published tensor.
+
+    Where it is held in MXFP8, these are its values, and `tensors[param + "_scale"][index]` are its
+    scales: `index` leaves the last dimension whole.
+    """
 
     param: str
     index: tuple[slice | int, ...] = ()
@@ -66,6 +80,10 @@ class Placement:
     def view(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The published tensor inside `tensors`; shares memory with it."""
         return tensors[self.param][self.index]
+
+    def quantized_view(self, tensors: Mapping[str, Tensor]) -> MXFP8Tensor:
+        """Values and scales of a published tensor inside `tensors`."""
+        return MXFP8Tensor(self.view(tensors), tensors[f"{self.param}_scale"][self.index])
 
 
 def published_tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
@@ -204,16 +222,48 @@ def _placed(spec: TensorSpec, places: Mapping[str, Placement], drop_prefix: str 
     return Placement((head + place.param).removeprefix(drop_prefix), place.index)
 
 
-def read_checkpoint(path: str | Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+@overload
+def read_checkpoint(
+    path: str | Path, config: ModelConfig, *, allow_mxfp8: Literal[False] = False
+) -> Iterator[tuple[str, Tensor]]: ...
+@overload
+def read_checkpoint(
+    path: str | Path, config: ModelConfig, *, allow_mxfp8: bool
+) -> Iterator[tuple[str, Tensor | MXFP8Tensor]]: ...
+def read_checkpoint(
+    path: str | Path, config: ModelConfig, *, allow_mxfp8: bool = False
+) -> Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor | MXFP8Tensor]]:
     """Every published tensor of the text model once, in the order of `published_tensors`.
 
     Names may carry the `language_model.` prefix; vision and MTP tensors are skipped with a notice.
     Dtypes are as stored. Names and shapes are all checked before the first tensor is read.
 
+    Args:
+        allow_mxfp8: give tensors that are stored in MXFP8 (any of those that the released
+            checkpoint quantises) as `MXFP8Tensor`; False: refuse them.
+
     Raises:
-        CheckpointError: an unknown or missing name, a wrong shape, a quantised tensor, a truncated
-            file; names the file and the tensor.
+        CheckpointError: an unknown or missing name, a wrong shape, a quantised tensor that is not
+            allowed or not MXFP8, a truncated file; names the file and the tensor.
     """
+    plan = check_checkpoint(path, config, allow_mxfp8=allow_mxfp8)
+    return _read(plan)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedTensor:
+    """Where a checkpoint stores a published tensor."""
+
+    spec: TensorSpec
+    stored: StoredTensor
+    scale: StoredTensor | None
+    """Of an MXFP8 tensor."""
+
+
+def check_checkpoint(
+    path: str | Path, config: ModelConfig, *, allow_mxfp8: bool
+) -> list[PublishedTensor]:
+    """As `read_checkpoint`, which reads what is found here."""
     folder = Path(path)
     stored = _text_tensors(list_tensors(folder))
     specs = published_tensors(config)
@@ -224,14 +274,32 @@ def read_checkpoint(path: str | Path, config: ModelConfig) -> Iterator[tuple[str
         )
     expected = {spec.name for spec in specs}
     for name, tensor in stored.items():
-        if name not in expected:
+        if name not in expected and name.removesuffix(SCALE_SUFFIX) not in expected:
             raise CheckpointError(
                 f"{tensor.file}: {tensor.name} is no tensor of the model in config.json; only "
                 "published names are read (not those that transformers' save_pretrained writes)"
             )
-    for spec in specs:
-        _check_stored(spec, stored[spec.name])
-    return read_tensors((spec.name, stored[spec.name]) for spec in specs)
+    return [
+        _checked(spec, stored[spec.name], stored.get(spec.name + SCALE_SUFFIX), allow_mxfp8)
+        for spec in specs
+    ]
+
+
+def _read(plan: Sequence[PublishedTensor]) -> Iterator[tuple[str, Tensor | MXFP8Tensor]]:
+    places = [(one.spec.name, place) for one in plan for place in (one.stored, one.scale) if place]
+    tensors = read_tensors(places)
+    for one in plan:
+        name, tensor = next(tensors)
+        if one.scale is None:
+            yield name, tensor
+            continue
+        _, scale = next(tensors)
+        if bool((scale == NAN_SCALE).any()):
+            raise CheckpointError(
+                f"{one.scale.file}: {one.scale.name} holds the byte {NAN_SCALE}, which means NaN; "
+                "the checkpoint is damaged"
+            )
+        yield name, MXFP8Tensor(tensor, scale)
 
 
 def _text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -255,16 +323,26 @@ def _text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
     return text
 
 
-def _check_stored(spec: TensorSpec, tensor: StoredTensor) -> None:
+def _checked(
+    spec: TensorSpec, tensor: StoredTensor, scale: StoredTensor | None, allow_mxfp8: bool
+) -> PublishedTensor:
     if tensor.shape != spec.shape:
         raise CheckpointError(
             f"{tensor.file}: {tensor.name} has shape {list(tensor.shape)}, config.json asks for "
             f"{list(spec.shape)}"
         )
+    if tensor.dtype == "F8_E4M3" and allow_mxfp8:
+        _check_scale(spec, tensor, scale)
+        return PublishedTensor(spec, tensor, scale)
     if tensor.dtype not in ("F32", "BF16", "F16"):
+        allowed = "F32, BF16, F16 and MXFP8 are" if allow_mxfp8 else "F32, BF16 and F16 are"
         raise CheckpointError(
-            f"{tensor.file}: {tensor.name} is stored as {tensor.dtype}; only F32, BF16 and F16 are "
-            "read, so give the unquantised checkpoint"
+            f"{tensor.file}: {tensor.name} is stored as {tensor.dtype}; only {allowed} read, so "
+            "give the unquantised checkpoint"
+        )
+    if scale is not None:
+        raise CheckpointError(
+            f"{scale.file}: {scale.name} are scales of a weight that is stored as {tensor.dtype}"
         )
     if spec.is_fp32 and tensor.dtype != "F32":
         logger.warning(
@@ -272,4 +350,30 @@ def _check_stored(spec: TensorSpec, tensor: StoredTensor) -> None:
             tensor.file,
             tensor.name,
             tensor.dtype,
+        )
+    return PublishedTensor(spec, tensor, None)
+
+
+def _check_scale(spec: TensorSpec, tensor: StoredTensor, scale: StoredTensor | None) -> None:
+    """Refuse an FP8 tensor that is not MXFP8, or never quantised."""
+    if not spec.is_quantized("mxfp8_released"):
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name} is stored as {tensor.dtype}; no MXFP8 checkpoint "
+            "quantises it"
+        )
+    if scale is None:
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name} is stored as {tensor.dtype} and its scales "
+            f"{tensor.name}{SCALE_SUFFIX} are missing"
+        )
+    if spec.shape[-1] % BLOCK_SIZE:
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name} has K={spec.shape[-1]}, no multiple of MXFP8's block of "
+            f"{BLOCK_SIZE}"
+        )
+    shape = (*spec.shape[:-1], spec.shape[-1] // BLOCK_SIZE)
+    if scale.dtype != "U8" or scale.shape != shape:
+        raise CheckpointError(
+            f"{scale.file}: {scale.name} is {scale.dtype} {list(scale.shape)}; scales of MXFP8 are "
+            f"U8 {list(shape)}, other formats of FP8 are not read"
         )

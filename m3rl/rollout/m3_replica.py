@@ -77,7 +77,14 @@ class M3Replica:
 
     def weight_layout(self) -> list[TensorSlot]:
         return [
-            TensorSlot(slot.name, slot.dtype, tuple(slot.shape), tuple(slot.bounds), slot.bucket)
+            TensorSlot(
+                slot.name,
+                slot.dtype,
+                tuple(slot.shape),
+                tuple(slot.bounds),
+                slot.bucket,
+                slot.storage,
+            )
             for slot in self.engine.weight_layout()
         ]
 
@@ -86,7 +93,8 @@ class M3Replica:
         from inference.models.weights import read_checkpoint
 
         config = ModelConfig.from_pretrained(path)
-        self._run(lambda: self.engine.load_weights(read_checkpoint(path, config), version))
+        tensors = read_checkpoint(path, config, allow_mxfp8=True)
+        self._run(lambda: self.engine.load_weights(tensors, version))
 
     def attach(self, receiver: Receiver) -> None:
         receiver.bind(self.engine)

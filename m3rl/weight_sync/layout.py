@@ -1,6 +1,6 @@
 """Who holds which part of which published tensor: rectangles, their checks and their digest.
 
-rank's layout = [TensorSlot(name, dtype, global shape, bounds, bucket), ...]
+rank's layout = [TensorSlot(name, dtype, global shape, bounds, bucket, storage), ...]
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from inference.kernels.mxfp8 import BLOCK_SIZE
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.errors import LayoutError
 
 Bounds = tuple[tuple[int, int], ...]
 Layout = Sequence[TensorSlot]
 
+STORAGES = ("plain", "mxfp8")
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -97,7 +99,10 @@ def by_name(layout: Layout) -> dict[str, list[TensorSlot]]:
 
 
 def as_slots(described: Iterable[Any]) -> tuple[TensorSlot, ...]:
-    """What an engine says it holds (objects with TensorSlot's fields) as TensorSlots."""
+    """What an engine says it holds (objects with TensorSlot's fields) as TensorSlots.
+
+    An engine that knows of no storage holds what it is sent.
+    """
     return tuple(
         TensorSlot(
             slot.name,
@@ -105,14 +110,23 @@ def as_slots(described: Iterable[Any]) -> tuple[TensorSlot, ...]:
             tuple(int(size) for size in slot.shape),
             tuple((int(start), int(stop)) for start, stop in slot.bounds),
             slot.bucket,
+            getattr(slot, "storage", "plain"),
         )
         for slot in described
     )
 
 
+def quantized_storage(storage: str) -> tuple[str, ...]:
+    """What a digest adds for a tensor that is not held as it is sent."""
+    return () if storage == "plain" else (storage,)
+
+
 def layout_digest(layout: Layout) -> str:
     """SHA-256 of the layout as canonical JSON, whatever the order of its slots."""
-    rows = sorted([s.name, s.dtype, list(s.shape), s.bounds, s.bucket] for s in layout)
+    rows = sorted(
+        [s.name, s.dtype, list(s.shape), s.bounds, s.bucket, *quantized_storage(s.storage)]
+        for s in layout
+    )
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -123,8 +137,8 @@ def check_layout(layout: Layout, owner: str) -> None:
         owner: whose it is, for the message.
 
     Raises:
-        LayoutError: nothing held; unknown dtype or bucket; bounds outside the shape or empty; a
-            part held twice.
+        LayoutError: nothing held; unknown dtype, storage or bucket; bounds outside the shape or
+            empty, or through a block of MXFP8; a part held twice.
     """
     if not layout:
         raise LayoutError(f"{owner} holds no tensor; its weights are not allocated yet")
@@ -182,4 +196,11 @@ def _fault(slot: TensorSlot) -> str | None:
         for (start, stop), size in zip(slot.bounds, slot.shape, strict=True)
     ):
         return f"bounds {slot.bounds} are empty or reach outside shape {slot.shape}"
+    if slot.storage not in STORAGES:
+        return f"storage {slot.storage!r} is not known; use one of {STORAGES}"
+    if slot.storage == "mxfp8":
+        if slot.dtype != "bfloat16":
+            return f"held in MXFP8 and sent as {slot.dtype}; it is quantised from bfloat16 alone"
+        if any(edge % BLOCK_SIZE for edge in slot.bounds[-1]):
+            return f"bounds {slot.bounds} cut a block of MXFP8 ({BLOCK_SIZE} columns)"
     return None

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from inference.kernels.mxfp8 import BLOCK_SIZE
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.errors import PlanError
 from m3rl.weight_sync.layout import (
@@ -29,6 +30,7 @@ from m3rl.weight_sync.layout import (
     extents,
     first_overlap,
     grid_cells,
+    quantized_storage,
     volume,
     whole,
 )
@@ -44,6 +46,8 @@ class CopyOp:
     bounds: Bounds
     sender: int
     receiver: int
+    storage: str = "plain"
+    """How the receiver holds it, see TensorSlot."""
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +87,7 @@ class _Piece:
     name: str
     dtype: str
     bounds: Bounds
+    storage: str
     receiver: int
     holders: tuple[int, ...]
     """Trainer ranks that could send it, ascending."""
@@ -94,7 +99,18 @@ class _Piece:
 
 def ops_digest(ops: Sequence[CopyOp]) -> str:
     """SHA-256 of a canonical text of the ops in their order: equal in every process."""
-    rows = [[op.bucket, op.name, op.dtype, op.bounds, op.sender, op.receiver] for op in ops]
+    rows = [
+        [
+            op.bucket,
+            op.name,
+            op.dtype,
+            op.bounds,
+            op.sender,
+            op.receiver,
+            *quantized_storage(op.storage),
+        ]
+        for op in ops
+    ]
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -175,7 +191,7 @@ def check_receives(layout: Layout, ops: Sequence[CopyOp], owner: str) -> None:
     slots = by_name(layout)
     for op in ops:
         home = next((slot for slot in slots.get(op.name, ()) if _fits(op, slot)), None)
-        if home is None:
+        if home is None or home.storage != op.storage:
             raise PlanError(f"{owner} is to receive {op} as {op.dtype}, for which it has no place")
         parts[home].append(op.bounds)
     for slot, rectangles in parts.items():
@@ -239,15 +255,21 @@ def _pieces(
     pieces: list[_Piece] = []
     for slot, receiver in targets:
         itemsize = WIRE_DTYPES[slot.dtype].itemsize
+        grain = BLOCK_SIZE if slot.storage == "mxfp8" else 1
         for cell in grid_cells(slot.bounds, cuts):
+            if grain > 1 and any(edge % grain for edge in cell[-1]):
+                raise PlanError(
+                    f"{name}: {cell} is cut through a block of {grain} columns, which worker "
+                    f"{receiver} quantises together; shard its rows on the trainer"
+                )
             holders = tuple(sorted({r for bounds, r in sources if contains(bounds, cell)}))
             if not holders:
                 raise PlanError(
                     f"{name}: no trainer rank holds {cell}, which worker {receiver} needs"
                 )
             pieces.extend(
-                _Piece(slot.bucket, name, slot.dtype, part, receiver, holders)
-                for part in _split(cell, max_op_bytes // itemsize)
+                _Piece(slot.bucket, name, slot.dtype, part, slot.storage, receiver, holders)
+                for part in _split(cell, max_op_bytes // itemsize, grain)
             )
     if not covers(whole(targets[0][0].shape), list({piece.bounds for piece in pieces})):
         raise PlanError(
@@ -257,18 +279,21 @@ def _pieces(
     return pieces
 
 
-def _split(bounds: Bounds, max_elements: int) -> Iterator[Bounds]:
-    """Cut a rectangle into even pieces of at most `max_elements`, along its first dimensions."""
+def _split(bounds: Bounds, max_elements: int, grain: int) -> Iterator[Bounds]:
+    """Cut a rectangle into even pieces of at most `max_elements`, along its first dimensions; the
+    last one at multiples of `grain` only."""
     if volume(bounds) <= max_elements:
         yield bounds
         return
     dim = next(d for d, size in enumerate(extents(bounds)) if size > 1)
+    unit = grain if dim == len(bounds) - 1 else 1
     start, stop = bounds[dim]
-    rows_per_piece = max(1, max_elements * (stop - start) // volume(bounds))
-    num_pieces = -(-(stop - start) // rows_per_piece)
-    edges = [start + (stop - start) * i // num_pieces for i in range(num_pieces + 1)]
+    num_units = (stop - start) // unit
+    units_per_piece = max(1, max_elements * num_units // volume(bounds))
+    num_pieces = -(-num_units // units_per_piece)
+    edges = [start + unit * (num_units * i // num_pieces) for i in range(num_pieces + 1)]
     for first, last in pairwise(edges):
-        yield from _split((*bounds[:dim], (first, last), *bounds[dim + 1 :]), max_elements)
+        yield from _split((*bounds[:dim], (first, last), *bounds[dim + 1 :]), max_elements, grain)
 
 
 def _assign(pieces: Sequence[_Piece], load: list[int]) -> list[CopyOp]:
@@ -278,7 +303,15 @@ def _assign(pieces: Sequence[_Piece], load: list[int]) -> list[CopyOp]:
         sender = min(piece.holders, key=lambda rank: (load[rank], rank))
         load[sender] += piece.nbytes
         ops.append(
-            CopyOp(piece.bucket, piece.name, piece.dtype, piece.bounds, sender, piece.receiver)
+            CopyOp(
+                piece.bucket,
+                piece.name,
+                piece.dtype,
+                piece.bounds,
+                sender,
+                piece.receiver,
+                piece.storage,
+            )
         )
     return sorted(ops, key=lambda op: (op.name, op.bounds, op.receiver))
 

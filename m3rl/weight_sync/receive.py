@@ -154,7 +154,8 @@ class EngineReceiver:
         """Names of the tensors whose bits differ from the trainer's, or that one side lacks.
 
         Args:
-            expected: hash of the part of each tensor that this worker holds (`tensor_hash`).
+            expected: hash of the part of each tensor that this worker holds (`tensor_hash`; that of
+                `mxfp8.hash_tensor` where it is held in MXFP8).
         """
         self._expect(ReceiverState.STREAMED)
         assert self._target is not None, "prepare() needs an engine"

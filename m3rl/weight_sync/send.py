@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from inference.kernels.mxfp8 import hash_tensor, quantize
 from inference.kernels.tensor_hash import tensor_hash
 from m3rl.types import TensorSlot
-from m3rl.weight_sync.errors import RefusedError, SyncError
+from m3rl.weight_sync.errors import NonFiniteError, RefusedError, SyncError
 from m3rl.weight_sync.layout import WIRE_DTYPES, Bounds, check_layout, extents, starts
 from m3rl.weight_sync.plan import CopyOp, check_sends, windows
 from m3rl.weight_sync.prepare import Prepare, agreed_ops
@@ -26,6 +27,7 @@ from m3rl.weight_sync.transport import (
     in_background,
     wire_bytes,
 )
+from m3rl.weight_sync.verify import OpHash
 
 
 @dataclass(slots=True)
@@ -44,7 +46,8 @@ class _Hashes:
     """What was hashed for one sync, shared by its replicas."""
 
     serial: int
-    by_part: dict[tuple[str, Bounds], int] = field(default_factory=dict)
+    by_part: dict[tuple[str, Bounds, str], OpHash] = field(default_factory=dict)
+    """By name, bounds and storage."""
 
 
 class Sender:
@@ -108,10 +111,14 @@ class Sender:
             raise SyncError(f"trainer rank {self.rank}: sync_stream({replica}) before sync_prepare")
         link.stream = in_background(lambda: self._stream(link), f"sync-replica-{replica}")
 
-    def sync_hashes(self, replica: int) -> list[int]:
-        """Hash of every rectangle this rank sends to the replica, in the order of its ops.
+    def sync_hashes(self, replica: int) -> list[OpHash]:
+        """Hashes of every rectangle this rank sends to the replica, in the order of its ops.
 
-        Read anew from the weights, not from the buffers that were sent.
+        Read anew from the weights, not from the buffers that were sent; what the replica holds
+        quantised is quantised here too.
+
+        Raises:
+            NonFiniteError: NaN or infinity in what would be quantised.
         """
         link = self._link(replica)
         if link.ops is None:
@@ -195,13 +202,22 @@ class Sender:
             )
         return tensor
 
-    def _hash(self, op: CopyOp) -> int:
-        key = (op.name, op.bounds)
+    def _hash(self, op: CopyOp) -> OpHash:
+        key = (op.name, op.bounds, op.storage)
         known = self._hashes.by_part
         if key not in known:
             with torch.no_grad():
-                tensor = self._checked_read(op)
-            known[key] = tensor_hash(
-                tensor, name=op.name, offsets=starts(op.bounds), shape=self._shapes[op.name]
-            )
+                known[key] = self._computed_hash(op)
         return known[key]
+
+    def _computed_hash(self, op: CopyOp) -> OpHash:
+        tensor = self._checked_read(op)
+        offsets, shape = starts(op.bounds), self._shapes[op.name]
+        wire = tensor_hash(tensor, name=op.name, offsets=offsets, shape=shape)
+        if op.storage == "plain":
+            return OpHash(wire, wire)
+        try:
+            quantized = quantize(tensor)
+        except ValueError as error:
+            raise NonFiniteError(f"trainer rank {self.rank}: {op}: {error}") from None
+        return OpHash(wire, hash_tensor(quantized, name=op.name, offsets=offsets, shape=shape))

@@ -10,9 +10,10 @@ import torch
 
 from inference import LLM, SamplingParams
 from inference.config import ConfigError
-from inference.llm import derived_seed, stored_dtype
+from inference.llm import derived_seed, stored_dtype, stored_quantization
+from inference.quantize import quantize_checkpoint
 from tests.inference.engine.engines import RAW, char_tokenizer, greedy, prompt, run_alone
-from tests.tiny_models import random_checkpoint
+from tests.tiny_models import random_checkpoint, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +156,19 @@ def test_the_config_is_there_without_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("scope", "held"), [("experts", "mxfp8"), ("released", "mxfp8_released"), (None, "none")]
+)
+def test_what_is_stored_in_mxfp8_is_held_so_unless_asked_otherwise(tmp_path, scope, held):
+    raw = tiny_config(intermediate_size=32, dense_intermediate_size=32, shared_intermediate_size=32)
+    random_checkpoint(tmp_path / "bf16", raw, seed=0, dtype=torch.bfloat16)
+    path = tmp_path / "bf16"
+    if scope is not None:
+        path = tmp_path / "mxfp8"
+        quantize_checkpoint(tmp_path / "bf16", path, scope=scope)
+    assert stored_quantization(path) == held
+    assert LLM(path, num_pages=8).engine.engine_config.quantization == held
+    widened = LLM(path, num_pages=8, quantization="none")
+    assert {slot.storage for slot in widened.engine.weight_layout()} == {"plain"}

@@ -58,6 +58,10 @@ REACHES = {
         "float8_e4m3fn",
         {"replica.engine.index_dtype": "float8_e4m3fn"},
     ),
+    "rollout.backend.engine.quantization": (
+        "mxfp8",
+        {"replica.engine.quantization": "mxfp8"},
+    ),
     "rollout.backend.engine.num_pages": ("99", {"replica.engine.num_pages": 99}),
     "rollout.backend.engine.max_model_len": ("200", {"replica.engine.max_model_len": 200}),
     "rollout.backend.engine.max_running_requests": (
@@ -87,6 +91,7 @@ READ_ELSEWHERE = {
     "rollout.prompts_per_step": ("5", "trainer, jobs: PromptStream.take"),
     "rollout.num_prompts": ("6", "jobs: rollout"),
     "rollout.timeout_s": ("7", "RolloutSide.collector"),
+    "rollout.backend.gpu_memory_gib": ("139", "plan: whether a replica fits"),
     "rollout.backend.num_replicas": ("2", "RolloutSide: M3Backend"),
     "rollout.backend.max_restarts": ("9", "trainer, jobs: how lost replicas are healed"),
     "rollout.backend.kind": ("m3", "there is one kind"),
@@ -120,7 +125,11 @@ def _leaves(name: str, value: object) -> dict[str, object]:
 
 def changes(key: str, value: str) -> dict[str, object]:
     """What differs from tiny_cpu.yaml once `key` has another value."""
-    needed = [RECORDING] if key == "policy.replay_routing" else []
+    needed = {
+        "policy.replay_routing": [RECORDING],
+        "rollout.backend.engine.quantization": ["policy.dtype=bfloat16"],
+        "rollout.backend.gpu_memory_gib": ["rollout.backend.device=cuda"],
+    }.get(key, [])
     before = fields(Config.load(TINY, needed))
     written = key.removesuffix(".0").removesuffix(".1")
     after = fields(Config.load(TINY, [*needed, f"{written}={value}"]))

@@ -185,6 +185,10 @@ def test_only_length_place_and_saving_of_a_run_may_differ_on_resumption(tmp_path
             ["data.train={kind: file, path: x, answer_key: null}", "reward.kind=exact"],
             "'exact' compares with the answer, and data.train.answer_key is null",
         ),
+        (
+            ["policy.dtype=float32", "rollout.backend.engine.quantization=mxfp8"],
+            "mxfp8 is made from BF16 weights alone.* set policy.dtype: bfloat16",
+        ),
         (["data.eval=null"], "eval.at_start: True needs held-out prompts"),
         (["data.eval.seed=1", "data.eval.size=20"], "holds the same items as data.train"),
         (["reward.kind=function"], "target is None; give `kind: function` and"),

@@ -1,15 +1,15 @@
 import json
+import re
 import struct
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from inference.config import ModelConfig
 from m3rl.config import ConfigError
-from m3rl.plan import H200_BYTES, describe, gpu_table, make_plan, parameters_by_class
+from m3rl.plan import H200_BYTES, describe, gpu_table, make_plan
 from tests.m3rl.run_files import TEXT_CONFIG, config, write_model
 from tests.m3rl.tiny_tokenizer import MARKERS, character_tokenizer, write_tokenizer
+from tests.released_model import released_config
 
 
 @pytest.fixture
@@ -31,65 +31,6 @@ def engine(**options):
     return rollout(backend={"kind": "m3", "engine": options})
 
 
-REAL = TEXT_CONFIG | {
-    "hidden_size": 6144,
-    "num_hidden_layers": 60,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "rotary_dim": 64,
-    "vocab_size": 200064,
-    "max_position_embeddings": 1048576,
-    "intermediate_size": 3072,
-    "dense_intermediate_size": 12288,
-    "shared_intermediate_size": 3072,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "moe_layer_freq": [0] * 3 + [1] * 57,
-    "bos_token_id": 200034,
-    "eos_token_id": 200020,
-    "sparse_attention_config": TEXT_CONFIG["sparse_attention_config"]
-    | {
-        "sparse_attention_freq": [0] * 3 + [1] * 57,
-        "sparse_num_index_heads": 4,
-        "sparse_index_dim": 128,
-        "sparse_block_size": 128,
-        "sparse_topk_blocks": 16,
-        "sparse_disable_index_value": [0] * 3 + [1] * 57,
-    },
-}
-"""The released MiniMax-M3."""
-
-
-def test_the_classes_of_the_released_model_have_their_known_sizes():
-    assert parameters_by_class(ModelConfig.from_dict(REAL, source="test")) == {
-        "embedding and head": 2_458_386_432,
-        "attention": 6_417_300_480,
-        "index branch": 224_147_712,
-        "dense MLP": 679_477_248,
-        "routed experts": 413_122_166_784,
-        "shared experts": 3_227_516_928,
-        "router": 44_833_920,
-        "norms": 743_424,
-    }
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 5), st.integers(0, 4), st.integers(1, 9), st.integers(1, 6))
-def test_the_classes_add_up_to_the_model(layers, dense, experts, width):
-    flags = [int(layer >= dense % layers) for layer in range(layers)]
-    changes = {
-        "num_hidden_layers": layers,
-        "moe_layer_freq": flags[::-1],
-        "num_local_experts": experts + 1,
-        "intermediate_size": 8 * width,
-        "sparse_attention_config": TEXT_CONFIG["sparse_attention_config"]
-        | {"sparse_attention_freq": flags, "sparse_disable_index_value": flags},
-    }
-    model = ModelConfig.from_dict(TEXT_CONFIG | changes, source="test")
-    assert sum(parameters_by_class(model).values()) == model.num_parameters
-
-
 def test_bytes_and_pages_by_hand(tmp_path, model):
     plan = make_plan(config(tmp_path, rollout=engine(num_pages=100), policy={"dtype": "bfloat16"}))
     total = sum(plan.parameters.values())
@@ -101,11 +42,12 @@ def test_bytes_and_pages_by_hand(tmp_path, model):
         "bfloat16 copy": 2 * total,
     }
     router = 4 * (16 + 1)  # one MoE layer of 4 experts: a row of 16 and a bias each, in FP32
-    assert plan.replica_bytes == {
-        "weights": 2 * (total - router) + 4 * router,
+    assert sum(plan.replica.weights.values()) == 2 * (total - router) + 4 * router
+    assert plan.replica.cache == {
         "KV pages": 100 * 4 * 2 * (2 * 1 * 8) * 2,  # pages, slots, layers, K and V, BF16
         "index pages": 100 * 4 * 1 * 8 * 2,
     }
+    assert plan.replica.buffers == {"rope table": 256 * 4 * 4}  # positions, dims, FP32
     assert plan.tokens_per_step == 4 * 2 * (100 + 12)
     # 100 prompt tokens fill 25 pages shared by a group; 12 more tokens are 3 pages of each
     assert plan.demand_pages == 4 * 25 + 8 * 3
@@ -118,9 +60,9 @@ def test_demand_counts_only_what_runs_together(tmp_path, model):
 
 def test_captures_take_room_beside_the_pages(tmp_path, model):
     plan = make_plan(config(tmp_path, rollout=rollout(capture_routing=True, capture_blocks=True)))
-    slots = 512 * 4
-    assert plan.replica_bytes["captured routing"] == slots * 1 * 2
-    assert plan.replica_bytes["captured blocks"] == slots * 1 * 1 * 2 * 4
+    slots = 512 * 4 + 1
+    assert plan.replica.cache["captured routing"] == slots * 1 * 2
+    assert plan.replica.cache["captured blocks"] == slots * 1 * 1 * 2 * 2
 
 
 def test_a_request_of_full_length_must_fit_into_pages_and_positions(tmp_path, model):
@@ -247,12 +189,43 @@ def test_gpus_beyond_the_trainers_are_replicas_and_too_few_are_refused(tmp_path,
 
 
 def test_a_model_that_needs_several_gpus_is_refused_with_its_size(tmp_path, model):
-    (model / "config.json").write_text(json.dumps(REAL))
+    (model / "config.json").write_text(json.dumps(released_config() | {"eos_token_id": 200020}))
     plan = make_plan(config(tmp_path), required=[])
     assert sum(plan.trainer_bytes.values()) > H200_BYTES
     text, works = gpu_table(plan, [8, 64])
     assert not works
     assert "a trainer rank needs 6.2 TiB and cannot be spread over GPUs yet" in text
+
+
+def cuda(**backend):
+    return {"backend": {"kind": "m3", "device": "cuda", **backend}}
+
+
+def test_a_replica_that_does_not_fit_its_gpu_is_refused_with_what_fits(tmp_path, model):
+    small = 2.25  # GiB, where CUDA alone takes 2
+    pages = cuda(gpu_memory_gib=small, engine={"num_pages": 4_000_000})
+    text = refusal(tmp_path, rollout=rollout(**pages))
+    assert "a GPU of tp=1, ep=1, dp=1 needs 4." in text
+    assert "and has 2.2 GiB: 2." in text
+    assert re.search(r"  KV pages +1\.9 GiB", text)
+    most = int(re.search(r"what fits: num_pages=(\d+) or less", text)[1])
+    fitting = cuda(gpu_memory_gib=small, engine={"num_pages": most})
+    plan = make_plan(config(tmp_path, rollout=rollout(**fitting)))
+    assert f"its GPU has room for {most:,} pages" in describe(plan)
+
+
+def test_a_gpu_of_unknown_size_is_noticed(tmp_path, model):
+    plan = make_plan(config(tmp_path, rollout=rollout(**cuda())))
+    assert any("rollout.backend.gpu_memory_gib: null" in notice for notice in plan.notices)
+    known = make_plan(config(tmp_path, rollout=rollout(**cuda(gpu_memory_gib=139))))
+    assert not any("gpu_memory_gib" in notice for notice in known.notices)
+    assert gpu_table(known, [2])[0].startswith("GPUs of 139.0 GiB")
+
+
+def test_gpu_memory_of_a_replica_without_a_gpu_is_a_contradiction(tmp_path):
+    cpu = {"backend": {"kind": "m3", "device": "cpu", "gpu_memory_gib": 139}}
+    with pytest.raises(ConfigError, match="device: cpu uses none"):
+        config(tmp_path, rollout=rollout(**cpu))
 
 
 def test_a_run_directory_below_a_file_is_refused(tmp_path, model):

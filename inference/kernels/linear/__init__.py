@@ -7,6 +7,7 @@ from torch import Tensor
 
 from inference.kernels.dispatch import use_kernel
 from inference.kernels.linear import reference
+from inference.kernels.mxfp8 import MXFP8Tensor, tensors_of
 
 __all__ = ["SwiGLU", "linear"]
 
@@ -23,7 +24,7 @@ class SwiGLU(NamedTuple):
 
 def linear(
     x_TX: Tensor,
-    weight_YX: Tensor,
+    weight_YX: Tensor | MXFP8Tensor,
     out_dtype: torch.dtype | None = None,
     *,
     swiglu: SwiGLU | None = None,
@@ -32,7 +33,7 @@ def linear(
 
     Args:
         x_TX: [T, X].
-        weight_YX: [Y, X], of the same dtype unless `out_dtype` is FP32.
+        weight_YX: [Y, X], MXFP8, or of the same dtype unless `out_dtype` is FP32.
         out_dtype: FP32 gives the FP32 product whatever the operands and autocast are; None gives
             their dtype.
         swiglu: weight rows are all gates and then all ups, and the result is
@@ -41,7 +42,7 @@ def linear(
     Returns:
         [T, Y]; [T, Y / 2] with `swiglu`.
     """
-    on_cuda = use_kernel(OP, x_TX, weight_YX)
+    on_cuda = use_kernel(OP, x_TX, *tensors_of(weight_YX))
     if x_TX.shape[-1] != weight_YX.shape[-1]:
         raise ValueError(
             f"{OP}: x_TX has {x_TX.shape[-1]} columns and weight_YX {weight_YX.shape[-1]}"
@@ -50,8 +51,12 @@ def linear(
         raise TypeError(f"{OP}: out_dtype is {out_dtype}, needs float32 or None")
     if swiglu is not None and weight_YX.shape[0] % 2:
         raise ValueError(f"{OP}: {weight_YX.shape[0]} rows are not gates and as many ups")
-    if on_cuda:
+    if not on_cuda:
+        return reference.linear(x_TX, weight_YX, out_dtype, swiglu)
+    if not isinstance(weight_YX, MXFP8Tensor):
         from inference.kernels.linear import kernel
 
         return kernel.linear(x_TX, weight_YX, out_dtype, swiglu)
-    return reference.linear(x_TX, weight_YX, out_dtype, swiglu)
+    from inference.kernels.linear import mxfp8_kernel
+
+    return mxfp8_kernel.linear(x_TX, weight_YX, out_dtype, swiglu)

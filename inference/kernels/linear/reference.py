@@ -3,19 +3,31 @@
 import torch
 from torch import Tensor
 
+from inference.kernels.mxfp8 import MXFP8Tensor
+from inference.kernels.mxfp8 import reference as mxfp8
 from inference.kernels.swiglu_oai import reference as swiglu_oai
 
 MAX_ROWS = 16384
-"""Weight rows converted to FP32 at a time: 402 MB for M3's head, not the whole 4.9 GB."""
+"""Weight rows widened at a time: 402 MB for M3's head, not the whole 4.9 GB."""
 
 
 def linear(
     x_TX: Tensor,
-    weight_YX: Tensor,
+    weight_YX: Tensor | MXFP8Tensor,
     out_dtype: torch.dtype | None,
     swiglu: tuple[float, float, float] | None,
 ) -> Tensor:
-    if out_dtype == torch.float32:
+    if isinstance(weight_YX, MXFP8Tensor):
+        y_TY = torch.cat(
+            [
+                linear(x_TX, mxfp8.dequantize(values, scale, x_TX.dtype), out_dtype, None)
+                for values, scale in zip(
+                    *(torch.split(w, MAX_ROWS) for w in weight_YX), strict=True
+                )
+            ],
+            dim=-1,
+        )
+    elif out_dtype == torch.float32:
         y_TY = _linear_fp32(x_TX, weight_YX)
     else:
         y_TY = torch.nn.functional.linear(x_TX, weight_YX)

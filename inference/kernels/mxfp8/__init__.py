@@ -5,11 +5,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference.kernels.dispatch import expect_dtype, expect_shape, require_reference
+from inference.kernels.dispatch import expect_dtype, expect_shape, use_kernel
 from inference.kernels.mxfp8 import reference
 from inference.kernels.mxfp8.reference import BLOCK_SIZE
+from inference.kernels.tensor_hash import combine, tensor_hash
 
-__all__ = ["BLOCK_SIZE", "MXFP8Tensor", "dequantize", "quantize"]
+__all__ = [
+    "BLOCK_SIZE",
+    "MAX_SCALE",
+    "SCALE_SUFFIX",
+    "MXFP8Tensor",
+    "dequantize",
+    "hash_tensor",
+    "quantize",
+    "quantize_into",
+    "tensors_of",
+]
+
+MAX_SCALE = 134
+"""Largest scale byte that the products take (weights up to 448 · 2^7): the kernels widen a value by
+2^(scale - 7), which must be a BF16 number. A block that held NaN or Inf gets a byte above it."""
+SCALE_SUFFIX = "_scale_inv"
+"""A published weight's name with this behind it is the name of its scales."""
 
 
 class MXFP8Tensor(NamedTuple):
@@ -26,31 +43,66 @@ class MXFP8Tensor(NamedTuple):
         return self.values.shape
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise along the last dimension in blocks of 32.
+def tensors_of(*weights: Tensor | MXFP8Tensor) -> list[Tensor]:
+    """All tensors that the weights are made of."""
+    return [
+        tensor
+        for weight in weights
+        for tensor in (weight if isinstance(weight, MXFP8Tensor) else (weight,))
+    ]
+
+
+def quantize(x: Tensor) -> MXFP8Tensor:
+    """Quantise along the last dimension in blocks of 32; waits for the device.
 
     Args:
         x: [..., K] BF16, K a multiple of 32. Only BF16: a master rounded to BF16 first gives the
             same bytes at sender, receiver and offline.
 
     Returns:
-        (values [..., K] float8_e4m3fn, scale [..., K / 32] uint8); a value is worth
-        `value · 2^(scale - 127)`. No value saturates; a block of zeros has scale 0.
+        Values and scales. No value saturates; a block of zeros has scale 0.
 
     Raises:
         TypeError: `x` is not BF16.
         ValueError: K is no multiple of 32, or a value is NaN or infinite.
     """
-    require_reference("mxfp8.quantize", x)
-    if x.dtype != torch.bfloat16:
-        raise TypeError(f"mxfp8.quantize: x is {x.dtype}; quantise from BF16 only")
-    if x.shape[-1] % BLOCK_SIZE:
-        raise ValueError(f"mxfp8.quantize: K={x.shape[-1]} is no multiple of {BLOCK_SIZE}")
-    return reference.quantize(x)
+    _check_source("mxfp8.quantize", x)
+    num_blocks = x.shape[-1] // BLOCK_SIZE
+    out = MXFP8Tensor(
+        torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device),
+        torch.empty((*x.shape[:-1], num_blocks), dtype=torch.uint8, device=x.device),
+    )
+    quantize_into(x, out)
+    if bool((out.scale > MAX_SCALE).any()) and (count := int((~torch.isfinite(x)).sum())):
+        raise ValueError(
+            f"mxfp8: {count} of {x.numel()} values are NaN or infinite; such weights must not be "
+            "served"
+        )
+    return out
+
+
+def quantize_into(x: Tensor, out: MXFP8Tensor) -> None:
+    """As `quantize`, into memory that is there already (views of a larger weight too).
+
+    Does not wait for the device, so it does not raise for NaN or Inf: a block with one gets a scale
+    byte above `MAX_SCALE`, for whoever reads the scales later to find.
+    """
+    op = "mxfp8.quantize_into"
+    _check_source(op, x)
+    _check_pair(op, out.values, out.scale)
+    expect_shape(op, "out", out.values, tuple(x.shape))
+    if use_kernel(op, x, *out):
+        from inference.kernels.mxfp8 import kernel
+
+        kernel.quantize(x, out.values, out.scale)
+        return
+    values, scale = reference.quantize(x)
+    out.values.copy_(values)
+    out.scale.copy_(scale)
 
 
 def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`values · 2^(scale - 127)` in `dtype`.
+    """`values · 2^(scale - 127)` in `dtype`, exact but for what under- or overflows; waits.
 
     Args:
         values: [..., K] float8_e4m3fn.
@@ -59,11 +111,54 @@ def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Raises:
         ValueError: shapes do not fit, or a scale byte is 255 (NaN).
     """
-    require_reference("mxfp8.dequantize", values, scale)
-    expect_dtype("mxfp8.dequantize", "values", values, torch.float8_e4m3fn)
-    expect_dtype("mxfp8.dequantize", "scale", scale, torch.uint8)
-    if values.shape[-1] % BLOCK_SIZE:
-        raise ValueError(f"mxfp8.dequantize: K={values.shape[-1]} is no multiple of {BLOCK_SIZE}")
-    num_blocks = values.shape[-1] // BLOCK_SIZE
-    expect_shape("mxfp8.dequantize", "scale", scale, (*values.shape[:-1], num_blocks))
+    op = "mxfp8.dequantize"
+    _check_pair(op, values, scale)
+    on_cuda = use_kernel(op, values, scale)
+    if bool((scale == reference.NAN_SCALE).any()):
+        raise ValueError("mxfp8: a scale byte of 255 means NaN; the tensor is damaged")
+    if on_cuda:
+        from inference.kernels.mxfp8 import kernel
+
+        return kernel.dequantize(values, scale, dtype)
     return reference.dequantize(values, scale, dtype)
+
+
+def hash_tensor(
+    weight: MXFP8Tensor,
+    *,
+    name: str,
+    offsets: tuple[int, ...] | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> int:
+    """`tensor_hash` of a quantised weight: that of its values and that of its scales, added up.
+
+    Args:
+        name: published name of the weight; the scales are hashed under theirs.
+        offsets: where this rectangle begins in the global weight, a multiple of 32 along K.
+        shape: of the global weight; None: this is all of it.
+    """
+    offsets = (0,) * weight.values.ndim if offsets is None else offsets
+    shape = tuple(weight.shape) if shape is None else shape
+    of_values = tensor_hash(weight.values, name=name, offsets=offsets, shape=shape)
+    of_scale = tensor_hash(
+        weight.scale,
+        name=name + SCALE_SUFFIX,
+        offsets=(*offsets[:-1], offsets[-1] // BLOCK_SIZE),
+        shape=(*shape[:-1], shape[-1] // BLOCK_SIZE),
+    )
+    return combine((of_values, of_scale))
+
+
+def _check_source(op: str, x: Tensor) -> None:
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"{op}: x is {x.dtype}; quantise from BF16 only")
+    if x.shape[-1] % BLOCK_SIZE:
+        raise ValueError(f"{op}: K={x.shape[-1]} is no multiple of {BLOCK_SIZE}")
+
+
+def _check_pair(op: str, values: Tensor, scale: Tensor) -> None:
+    expect_dtype(op, "values", values, torch.float8_e4m3fn)
+    expect_dtype(op, "scale", scale, torch.uint8)
+    if values.shape[-1] % BLOCK_SIZE:
+        raise ValueError(f"{op}: K={values.shape[-1]} is no multiple of {BLOCK_SIZE}")
+    expect_shape(op, "scale", scale, (*values.shape[:-1], values.shape[-1] // BLOCK_SIZE))

@@ -2,6 +2,8 @@ import pytest
 import torch
 
 from inference.kernels.expert_gemm import expert_gemm
+from inference.kernels.mxfp8 import dequantize, quantize
+from inference.kernels.mxfp8 import reference as mxfp8_reference
 
 M3 = {"alpha": 1.702, "limit": 7.0}
 NUM_EXPERTS, HIDDEN, WIDTH = 5, 12, 6
@@ -133,3 +135,49 @@ def test_an_unknown_expert_is_refused():
     ids = torch.tensor([[0, 5]]).int()
     with pytest.raises(ValueError, match=r"ids_TA holds 0\.\.5, needs -1\.\.4"):
         expert_gemm(torch.zeros(1, HIDDEN), w13, w2, ids, torch.ones(1, 2), **M3)
+
+
+def mxfp8_weights():
+    """(w13, w2, shared pair) in MXFP8; 3 experts of width 32 on 64 hidden dims."""
+    shapes = ((3, 64, 64), (3, 64, 32), (128, 64), (64, 64))
+    w13, w2, up, down = (quantize(torch.randn(shape).bfloat16()) for shape in shapes)
+    return w13, w2, (up, down)
+
+
+@pytest.mark.parametrize("shared_is_mxfp8", [True, False])
+def test_mxfp8_experts_are_their_dequantised_selves(shared_is_mxfp8):
+    w13, w2, shared = mxfp8_weights()
+    plain = [dequantize(*weight, torch.float32) for weight in (w13, w2, *shared)]
+    x, ids = torch.randn(7, 64), distinct_ids(7, 2, experts=3)
+    weights = torch.rand(7, 2)
+    given = shared if shared_is_mxfp8 else (plain[2], plain[3])
+    found = expert_gemm(x, w13, w2, ids, weights, shared=given, **M3)
+    expected = expert_gemm(x, *plain[:2], ids, weights, shared=(plain[2], plain[3]), **M3)
+    assert torch.equal(found, expected)
+
+
+def test_experts_are_widened_one_at_a_time_and_idle_ones_not_at_all(monkeypatch):
+    w13, w2, _ = mxfp8_weights()
+    sizes, dequantize = [], mxfp8_reference.dequantize
+
+    def recorded(values, scale, dtype):
+        sizes.append(tuple(values.shape))
+        return dequantize(values, scale, dtype)
+
+    monkeypatch.setattr(mxfp8_reference, "dequantize", recorded)
+    ids = torch.tensor([[0, 2], [2, -1]]).int()
+    expert_gemm(torch.randn(2, 64), w13, w2, ids, torch.rand(2, 2), **M3)
+    assert sizes == [(64, 64), (64, 32)] * 2
+
+
+def test_formats_that_no_kernel_mixes_are_refused():
+    w13, w2, shared = mxfp8_weights()
+    plain = [dequantize(*weight, torch.float32) for weight in (w13, w2, *shared)]
+    x, ids, weights = torch.randn(1, 64), torch.zeros(1, 1).int(), torch.ones(1, 1)
+    for pair, more in (
+        ((w13, plain[1]), None),
+        ((w13, w2), (shared[0], plain[3])),
+        (plain[:2], shared),
+    ):
+        with pytest.raises(TypeError, match="w13 and w2 have one format"):
+            expert_gemm(x, *pair, ids, weights, shared=more, **M3)

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from inference.kernels.linear import SwiGLU, linear, reference
+from inference.kernels.mxfp8 import dequantize, quantize
 from inference.kernels.swiglu_oai import swiglu_oai
 
 M3 = SwiGLU(alpha=1.702, limit=7.0)
@@ -45,6 +46,23 @@ def test_swiglu_is_the_activation_of_the_rounded_product():
     expected = swiglu_oai(linear(x, weight), alpha=1.702, limit=7.0, beta=1.0)
     assert torch.equal(linear(x, weight, swiglu=M3), expected)
     assert expected.shape == (4, 10)
+
+
+@pytest.mark.parametrize("max_rows", [7, 16384])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_an_mxfp8_weight_is_its_dequantised_self(monkeypatch, out_dtype, max_rows):
+    weight = quantize(torch.randn(20, 64).bfloat16())
+    plain = dequantize(*weight, torch.float32)
+    monkeypatch.setattr(reference, "MAX_ROWS", max_rows)
+    for swiglu in (None, M3):
+        x = torch.randn(4, 64)
+        expected = linear(x, plain, out_dtype, swiglu=swiglu)
+        found = linear(x, weight, out_dtype, swiglu=swiglu)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    x = torch.randn(4, 64).bfloat16()
+    found, expected = linear(x, weight, out_dtype), linear(x, plain.bfloat16(), out_dtype)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected)
 
 
 def test_no_tokens_give_no_rows():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from inference.kernels.mxfp8 import MXFP8Tensor, quantize
 from inference.models.weights import (
     CheckpointError,
     published_tensors,
@@ -208,6 +209,75 @@ def test_a_quantised_checkpoint_is_refused_by_name(tmp_path):
     write_small(tmp_path, {name: torch.zeros(7, 10).to(torch.float8_e4m3fn)})
     with pytest.raises(CheckpointError, match=rf"{name} is stored as F8_E4M3.*unquantised"):
         read_checkpoint(tmp_path, model_config(SMALL))
+
+
+QUANTIZABLE = tiny_config(
+    num_hidden_layers=2,
+    num_local_experts=2,
+    intermediate_size=64,
+    dense_intermediate_size=32,
+    shared_intermediate_size=32,
+)
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"  # [64, 32]
+W2 = f"{MOE}.experts.1.w2.weight"  # [32, 64]
+
+
+def write_quantized(path, changes=None, names=(Q_PROJ, W2)):
+    """A checkpoint of QUANTIZABLE with `names` in MXFP8, then with `changes`; None removes."""
+    tensors = random_tensors(QUANTIZABLE, 0, torch.bfloat16)
+    for name in names:
+        tensors[name], tensors[f"{name}_scale_inv"] = quantize(tensors[name])
+    tensors |= changes or {}
+    kept = {"language_model." + name: t for name, t in tensors.items() if t is not None}
+    write_checkpoint(path, kept.items(), max_shard_bytes=1 << 30)
+
+
+def test_mxfp8_tensors_are_read_with_their_scales_where_they_are_wanted(tmp_path):
+    write_quantized(tmp_path)
+    read = dict(read_checkpoint(tmp_path, model_config(QUANTIZABLE), allow_mxfp8=True))
+    plain = random_tensors(QUANTIZABLE, 0, torch.bfloat16)
+    assert list(read) == list(plain)
+    for name, tensor in plain.items():
+        if name not in (Q_PROJ, W2):
+            assert torch.equal(read[name], tensor)
+            continue
+        assert isinstance(read[name], MXFP8Tensor)
+        for found, expected in zip(read[name], quantize(tensor), strict=True):
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+SCALE = f"{W2}_scale_inv"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({SCALE: None}, rf"{W2} is stored as F8_E4M3 and its scales .*{SCALE} are missing"),
+        # Blocks of 128 x 128 with FP32 scales, as in other FP8 checkpoints.
+        ({SCALE: torch.ones(1, 1)}, rf"{SCALE} is F32 \[1, 1\]; scales of MXFP8 are U8 \[32, 2\]"),
+        ({SCALE: torch.ones(32, 4).byte()}, rf"{SCALE} is U8 \[32, 4\]"),
+        ({SCALE: torch.ones(32, 2)}, rf"{SCALE} is F32 \[32, 2\]"),
+        ({W2: torch.zeros(32, 64).bfloat16()}, rf"{SCALE} are scales of a weight .* as BF16"),
+        ({W2: torch.zeros(32, 64).to(torch.float8_e5m2)}, rf"{W2} is stored as F8_E5M2; only"),
+        (
+            {"lm_head.weight": torch.zeros(97, 32).to(torch.float8_e4m3fn)},
+            r"lm_head.weight is stored as F8_E4M3; no MXFP8 checkpoint quantises it",
+        ),
+        ({f"{W2}_scale": torch.ones(32, 2).byte()}, rf"{W2}_scale is no tensor of the model"),
+    ],
+)
+def test_scales_that_are_missing_or_of_another_format_are_named(tmp_path, changes, message):
+    write_quantized(tmp_path, changes)
+    with pytest.raises(CheckpointError, match=rf"model.safetensors: language_model.{message}"):
+        read_checkpoint(tmp_path, model_config(QUANTIZABLE), allow_mxfp8=True)
+
+
+def test_a_scale_of_nan_is_named_when_it_is_read(tmp_path):
+    scale = quantize(random_tensors(QUANTIZABLE, 0, torch.bfloat16)[W2]).scale
+    scale[3, 1] = 255
+    write_quantized(tmp_path, {SCALE: scale})
+    with pytest.raises(CheckpointError, match=rf"{SCALE} holds the byte 255, which means NaN"):
+        dict(read_checkpoint(tmp_path, model_config(QUANTIZABLE), allow_mxfp8=True))
 
 
 def test_a_router_stored_in_bf16_is_read_with_a_warning(tmp_path, caplog):

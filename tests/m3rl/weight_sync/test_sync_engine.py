@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from inference.config import EngineConfig
 from inference.engine import Engine, Request, SamplingParams
+from inference.kernels.tensor_hash import combine, tensor_hash
 from inference.models.weights import published_tensors
 from m3rl.types import TensorSlot
 from m3rl.weight_sync import transport as transport_module
@@ -104,6 +106,110 @@ def test_a_synced_engine_is_a_fresh_engine(dtype: str, chunk_bytes: int):
         assert target.version == version
         assert target.weights_hash() == truth.weights_hash()
         assert greedy(target) == greedy(truth)
+
+
+MXFP8_RAW = tiny_config(
+    num_hidden_layers=2,
+    intermediate_size=64,
+    dense_intermediate_size=32,
+    shared_intermediate_size=32,
+)
+EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"  # [32, 64]
+
+
+@pytest.fixture
+def mxfp8_raw(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "RAW", MXFP8_RAW)
+
+
+def quantized(quantization: str, seed: int | None = None) -> Engine:
+    made = Engine(
+        model_config(RAW),
+        EngineConfig(dtype="bfloat16", num_pages=32, quantization=quantization),
+    )
+    if seed is not None:
+        made.load_weights(random_tensors(RAW, seed, torch.bfloat16).items(), 0)
+    return made
+
+
+@pytest.mark.parametrize("chunk_bytes", [100, 5_000, 1 << 20])
+@pytest.mark.parametrize("quantization", ["mxfp8", "mxfp8_released"])
+@pytest.mark.usefixtures("mxfp8_raw")
+def test_bf16_weights_are_quantised_on_receive_and_proven(quantization: str, chunk_bytes: int):
+    """100 bytes: ops of 32 columns, so rows are cut within a tensor of two blocks."""
+    target = quantized(quantization)
+    ranks = [Rank(torch.bfloat16, r, 2) for r in range(2)]
+    sync = driver(target, ranks, chunk_bytes)
+    for version, seed in enumerate([1, 2], start=1):
+        for rank in ranks:
+            rank.load(seed)
+        report = sync.sync(version)
+        truth = quantized(quantization, seed)
+        assert report.checksum_ok is True
+        assert report.wire_hash == wire_hash(seed)
+        assert target.weights_hash() == truth.weights_hash()
+        assert greedy(target) == greedy(truth)
+
+
+def wire_hash(seed: int) -> int:
+    tensors = random_tensors(RAW, seed, torch.bfloat16)
+    return combine(tensor_hash(tensor, name=name) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("part", ["weight", "scale"])
+@pytest.mark.usefixtures("mxfp8_raw")
+def test_a_flipped_bit_in_what_was_quantised_is_mended_by_the_retry(monkeypatch, part: str):
+    target, rank = quantized("mxfp8"), Rank(torch.bfloat16, 0, 1)
+    sync = driver(target, [rank])
+    stored = target._worker._views[EXPERT]
+    write, seen = target.write, []
+
+    def flipping(name: str, bounds: Bounds, tensor: Tensor) -> None:
+        write(name, bounds, tensor)
+        if name == EXPERT and not seen:
+            seen.append(name)
+            (stored.values.view(torch.uint8) if part == "weight" else stored.scale)[5, 1] ^= 1
+
+    monkeypatch.setattr(target, "write", flipping)
+    rank.load(3)
+    report = sync.sync(1)
+    assert (report.checksum_ok, report.checksum_mismatches) == (True, 1)
+    assert target.weights_hash() == quantized("mxfp8", 3).weights_hash()
+
+
+@pytest.mark.usefixtures("mxfp8_raw")
+def test_a_bf16_bit_lost_on_the_way_to_the_quantiser_is_seen_where_it_changes_a_byte(monkeypatch):
+    target, rank = quantized("mxfp8"), Rank(torch.bfloat16, 0, 1)
+    sync = driver(target, [rank])
+    write, seen = target.write, []
+
+    def flipping(name: str, bounds: Bounds, tensor: Tensor) -> None:
+        if name == EXPERT and not seen:
+            seen.append(name)
+            tensor = tensor.clone()
+            tensor.view(torch.int16)[5, 1] ^= -0x8000  # the sign
+        write(name, bounds, tensor)
+
+    monkeypatch.setattr(target, "write", flipping)
+    report = sync.sync(1)
+    assert (report.checksum_ok, report.checksum_mismatches) == (True, 1)
+
+
+@pytest.mark.usefixtures("mxfp8_raw")
+def test_nan_never_reaches_the_quantiser():
+    target, rank = quantized("mxfp8"), Rank(torch.bfloat16, 0, 1)
+    sync = driver(target, [rank])
+    rank.weights[EXPERT][3, 3] = torch.nan
+    with pytest.raises(SyncError, match=rf"{EXPERT}.*NaN or inf|NaN or inf.*{EXPERT}"):
+        sync.sync(1)
+    assert target.version is None
+
+
+@pytest.mark.usefixtures("mxfp8_raw")
+def test_a_trainer_that_sends_fp32_to_a_quantised_engine_is_refused():
+    rank = Rank(torch.float32, 0, 1)
+    with pytest.raises(SyncError, match="dtype is float32 on trainer rank 0 and bfloat16 on work"):
+        driver(quantized("mxfp8_released"), [rank])
 
 
 def test_a_flipped_bit_in_the_engine_is_mended_by_the_retry(monkeypatch):

@@ -46,6 +46,40 @@ def test_two_row_shards_meet_three_row_shards_in_four_copies():
     assert plan.nbytes == 12 * 2 * 4
 
 
+def mxfp8_slot(columns: tuple[int, int], storage: str = "mxfp8") -> TensorSlot:
+    return TensorSlot("w", "bfloat16", (3, 160), ((0, 3), columns), "pre", storage)
+
+
+@pytest.mark.parametrize("max_op_bytes", [64, 100, 200, 700, 1 << 20])
+def test_what_is_quantised_on_receive_is_cut_between_blocks_only(max_op_bytes: int):
+    senders = [[mxfp8_slot((0, 96), "plain")], [mxfp8_slot((96, 160), "plain")]]
+    receivers = [[mxfp8_slot((0, 64))], [mxfp8_slot((64, 160))]]
+    plan = make_plan(senders, receivers, max_op_bytes)
+    check_plan(plan, senders, receivers)
+    assert {op.storage for op in plan.ops} == {"mxfp8"}
+    assert all(edge % 32 == 0 for op in plan.ops for edge in op.bounds[1])
+    assert all(op.nbytes <= max_op_bytes for op in plan.ops)
+
+
+def test_shards_that_cut_a_block_are_refused_by_name():
+    held = [[mxfp8_slot((0, 80), "plain")], [mxfp8_slot((80, 160), "plain")]]
+    with pytest.raises(
+        PlanError, match=r"w: .* through a block of 32 .* worker 0 .* shard its row"
+    ):
+        make_plan(held, [[mxfp8_slot((0, 160))]], 1 << 20)
+    with pytest.raises(LayoutError, match=r"worker 0: w: bounds .* cut a block of MXFP8"):
+        make_plan([[mxfp8_slot((0, 160), "plain")]], [[mxfp8_slot((0, 80))]], 1 << 20)
+
+
+def test_a_receiver_that_no_longer_quantises_does_not_fit_the_plan():
+    senders, receivers = [[mxfp8_slot((0, 160), "plain")]], [[mxfp8_slot((0, 160))]]
+    plan = make_plan(senders, receivers, 1 << 20)
+    other = [[mxfp8_slot((0, 160), "plain")]]
+    assert layout_digest(receivers[0]) != layout_digest(other[0])
+    with pytest.raises(PlanError, match=r"is to receive .*, for which it has no place"):
+        check_plan(plan, senders, other)
+
+
 def test_row_shards_meet_column_shards_in_rectangles():
     senders = [[slot("w", (4, 6), ((r * 2, r * 2 + 2), (0, 6)))] for r in range(2)]
     receivers = [[slot("w", (4, 6), ((0, 4), (r * 3, r * 3 + 3)))] for r in range(2)]

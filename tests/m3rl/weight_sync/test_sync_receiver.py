@@ -13,7 +13,7 @@ from m3rl.weight_sync.plan import check_sends, make_plan, ops_digest
 from m3rl.weight_sync.prepare import Prepare, agreed_ops
 from m3rl.weight_sync.receive import EngineReceiver, ReceiverState
 from m3rl.weight_sync.send import Sender
-from m3rl.weight_sync.verify import expected_hashes
+from m3rl.weight_sync.verify import OpHash, expected_hashes
 from tests.m3rl.weight_sync.sync_fakes import BIAS, TENSORS, FakeEngine, cut, layout, rows, weights
 
 
@@ -82,8 +82,8 @@ def test_a_sender_says_when_it_is_asked_out_of_order():
         Sender(0, [], lambda name, bounds: torch.zeros(0))
 
 
-def hashes_of(plan, sender: int, truth: dict[str, torch.Tensor]) -> list[int]:
-    return [
+def hashes_of(plan, sender: int, truth: dict[str, torch.Tensor]) -> list[OpHash]:
+    values = [
         tensor_hash(
             cut(truth[op.name], op.bounds),
             name=op.name,
@@ -92,6 +92,7 @@ def hashes_of(plan, sender: int, truth: dict[str, torch.Tensor]) -> list[int]:
         )
         for op in plan.sends(sender)
     ]
+    return [OpHash(value, value) for value in values]
 
 
 @pytest.mark.parametrize(("num_senders", "num_workers"), [(1, 1), (2, 1), (1, 3), (3, 2)])
@@ -119,7 +120,7 @@ def test_two_ranks_with_other_bits_of_one_part_are_found_among_the_hashes():
     plan = make_plan([layout(), layout()], [layout(), layout()], 1 << 20)
     by_sender = [hashes_of(plan, r, weights(0)) for r in range(2)]
     assert plan.sends(0)[0].bounds == plan.sends(1)[0].bounds == whole((11, 6))
-    by_sender[1][0] ^= 1
+    by_sender[1][0] = OpHash(by_sender[1][0].wire ^ 1, by_sender[1][0].stored)
     with pytest.raises(VerificationError, match="trainer ranks 0 and 1 hold different bits of mod"):
         expected_hashes(plan, 2, by_sender)
     assert any(op.name == BIAS for op in plan.ops)

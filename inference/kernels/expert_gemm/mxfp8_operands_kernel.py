@@ -1,0 +1,179 @@
+"""Both operands of a product with MXFP8 weights on Hopper's tensor cores.
+
+The weights are the left operand and come from registers, widened to BF16 exactly: they never lie
+in shared memory in BF16. The bits s eeee mmm of a value put where BF16 has its sign, the last bits
+of its exponent and the first of its mantissa are the value times 2^-120, also of a subnormal. One
+product with a power of two mends that and applies the scale; within BF16 as long as a scale byte
+is at most 134.
+
+A thread reads 32 neighbouring bytes of a row, one block of one scale, and they are not the columns
+that the tensor cores expect of it. A sum over columns may take them in any order, so the right
+operand, the tokens, has its columns in the same other order: in each 128, bits t t j j j e h of a
+column's number become j j j h t t e.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from inference.kernels.expert_gemm.align_kernel import Plan
+
+CHUNK = gl.constexpr(128)
+"""Columns of a step, and those whose order is changed together."""
+ROWS = gl.constexpr(64)
+"""Of a block of weights; a warpgroup has two, a program four."""
+
+_WIDEN = gl.constexpr("""{
+.reg .b32 odd, even, sign;
+shl.b32 even, $2, 4;
+and.b32 even, even, 0x07f007f0;
+shl.b32 sign, $2, 8;
+lop3.b32 even, sign, 0x80008000, even, 0xea;
+mul.rn.bf16x2 $0, even, $3;
+shr.u32 odd, $2, 4;
+and.b32 odd, odd, 0x07f007f0;
+lop3.b32 odd, $2, 0x80008000, odd, 0xea;
+mul.rn.bf16x2 $1, odd, $3;
+}""")
+
+
+@gluon.constexpr_function
+def _bytes_layout():
+    """[rows, 4 blocks, 32 columns]: a thread has a block of each of two rows, 8 rows apart."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [8, 0, 0]],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]],
+        block_bases=[],
+        shape=[64, 4, 32],
+    )
+
+
+@gluon.constexpr_function
+def _flat_bytes_layout():
+    """The same of [rows, 128 columns]."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]],
+        lane_bases=[[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 128],
+    )
+
+
+@gluon.jit
+def scales(
+    p_scale, row, num_rows, stride_part, SHARE: gl.constexpr, SIZE: gl.constexpr,
+    HAS_EDGE: gl.constexpr,
+):  # fmt: skip
+    """Scale bytes of a step, [rows, 4]: SHARE rows from `row`, as many `stride_part` further on."""
+    by_block: gl.constexpr = gl.SliceLayout(2, _bytes_layout())
+    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, by_block))
+    o_row = row + o_row % SHARE + o_row // SHARE * stride_part
+    o_block = gl.arange(0, CHUNK // 32, gl.SliceLayout(0, by_block))
+    p_scale += o_row[:, None] * (SIZE // 32) + o_block[None, :]
+    if HAS_EDGE:
+        b_scale = gl.load(p_scale, mask=(o_row < num_rows)[:, None], other=0)
+    else:
+        b_scale = gl.load(p_scale)
+    return b_scale
+
+
+@gluon.jit
+def widened(w_tile, b_scale, mma: gl.constexpr):
+    """[rows, columns] BF16 as the left operand of a product, columns in the other order.
+
+    Of bytes in shared memory and the scale bytes from `scales`.
+    """
+    layout: gl.constexpr = _bytes_layout()
+    b_bytes = w_tile.load(_flat_bytes_layout()).reshape([ROWS, 4, 32])
+    b_bytes = gl.convert_layout(b_bytes, layout, assert_trivial=True)
+    # [rows, 4]: 2^(scale - 7), that is 2^(scale - 127) · 2^120, in both halves.
+    b_power = ((b_scale.to(gl.int32) + 120) << 7) * 0x10001
+    b_power, b_bytes = gl.broadcast(gl.expand_dims(b_power, 2), b_bytes)
+    b_w = gl.inline_asm_elementwise(
+        _WIDEN, "=r,=r,r,r,r,r,r", [b_bytes, b_power], dtype=gl.bfloat16, is_pure=True, pack=4
+    )
+    b_w = b_w.reshape([ROWS, 4, 8, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([ROWS, CHUNK])
+    return gl.convert_layout(b_w, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def store_ordered(out_ptr, b_out, row, first, end, NUM_COLUMNS: gl.constexpr):
+    """Write [64 columns from `row`, tokens from `first`] of a right operand, in its order."""
+    TOKENS: gl.constexpr = b_out.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 4, 1], [16, 1, 2], [1, 1, 4], [1, 0, 2])
+    # t j e h -> j h, t e
+    b_out = b_out.reshape([2, 8, 2, 2, TOKENS]).permute((1, 3, 0, 2, 4)).reshape([16, 4, TOKENS])
+    b_out = gl.convert_layout(b_out, layout)
+    o_piece = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    o_place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    o_m = first + gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    p_out = out_ptr + row // CHUNK * CHUNK + row % CHUNK // 16
+    p_out = p_out + o_piece[:, None, None] * 8 + o_place[None, :, None]
+    p_out = p_out + o_m.to(gl.int64)[None, None, :] * NUM_COLUMNS
+    gl.store(p_out, b_out, mask=(o_m < end)[None, None, :])
+
+
+@triton.jit(do_not_specialize=["order_start", "num_rows"])
+def _ordered_kernel(
+    x_ptr,
+    out_ptr,
+    plan_ptr,
+    order_start,
+    num_rows,
+    stride_x,
+    SIZE: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """BLOCK chunks of 128 columns: out[row] = x[token of the row], columns in the other order."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    o_chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    o_row = o_chunk // (SIZE // 128)
+    if plan_ptr is None:
+        m_row = o_row < num_rows
+        b_token = o_row
+    else:
+        m_row = o_row < tl.load(plan_ptr + 1)
+        b_token = tl.load(plan_ptr + order_start + o_row, mask=m_row, other=0) // TOPK
+    # [BLOCK, 128]
+    o_k = tl.arange(0, 128)[None, :]
+    o_k += (o_chunk % (SIZE // 128) * 128)[:, None]
+    p_x = x_ptr + b_token.to(tl.int64)[:, None] * stride_x + o_k
+    b_x = tl.load(p_x, mask=m_row[:, None], other=0.0)
+    # t j e h -> j h t e
+    b_x = b_x.reshape(BLOCK, 4, 8, 2, 2).permute(0, 2, 4, 1, 3).reshape(BLOCK, 128)
+    p_out = out_ptr + o_row.to(tl.int64)[:, None] * SIZE + o_k
+    tl.store(p_out, b_x, mask=m_row[:, None])
+
+
+def ordered(
+    x_TX: Tensor, plan: Plan | None = None, ids_TA: Tensor | None = None, *, use_pdl: bool
+) -> Tensor:
+    """The right operand of `product`, [T, X]; with a plan a row of each pair in its order."""
+    num_tokens, size = x_TX.shape
+    num_rows, topk = (num_tokens, 1) if ids_TA is None else (ids_TA.numel(), ids_TA.shape[1])
+    out_XX = torch.empty(num_rows, size, dtype=x_TX.dtype, device=x_TX.device)
+    block = 32
+    _ordered_kernel[(triton.cdiv(num_rows * (size // 128), block),)](
+        x_TX,
+        out_XX,
+        None if plan is None else plan.data,
+        0 if plan is None else plan.order_start,
+        num_rows,
+        x_TX.stride(0),
+        SIZE=size,
+        TOPK=topk,
+        BLOCK=block,
+        USE_PDL=use_pdl,
+        launch_pdl=use_pdl,
+        num_warps=4,
+    )
+    return out_XX

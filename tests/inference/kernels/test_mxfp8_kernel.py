@@ -1,0 +1,118 @@
+"""The Triton kernels of MXFP8 write the bytes of the reference."""
+
+import pytest
+import torch
+
+from inference.kernels import mxfp8
+from inference.kernels.mxfp8 import MXFP8Tensor, kernel, reference
+
+
+def quantized(x: torch.Tensor, device: torch.device) -> MXFP8Tensor:
+    """By the kernel; on the CPU again."""
+    out = MXFP8Tensor(
+        torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty((*x.shape[:-1], x.shape[-1] // 32), dtype=torch.uint8, device=device),
+    )
+    kernel.quantize(x.to(device), *out)
+    return MXFP8Tensor(out.values.cpu(), out.scale.cpu())
+
+
+def assert_same_bytes(found, wanted) -> None:
+    assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
+    assert torch.equal(found[1], wanted[1])
+
+
+def magnitudes() -> torch.Tensor:
+    """All finite BF16 numbers, positive and negative, [2040, 32]."""
+    bits = torch.arange(0x7F80, dtype=torch.int32)
+    return torch.cat([bits, bits | 0x8000]).to(torch.int16).view(torch.bfloat16).view(-1, 32)
+
+
+def test_blocks_of_neighbouring_numbers_quantise_as_the_reference_says(kernel_device):
+    x = magnitudes()
+    assert_same_bytes(quantized(x, kernel_device), reference.quantize(x))
+
+
+def test_numbers_far_below_the_largest_of_their_block_round_as_the_reference_says(kernel_device):
+    """Every number of 12 binades, zeros and ties among them, under a large first one."""
+    x = magnitudes()[:1020].view(-1)[0x3C00:0x4200].view(-1, 16)
+    x = torch.cat([x, -x], 1)
+    for largest in (440.0, 300.0, 2.0**20, 3e38):
+        x[:, 3] = largest
+        assert_same_bytes(quantized(x, kernel_device), reference.quantize(x))
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (3, 96), (5, 7, 64), (130, 32), (0, 64)])
+def test_shapes_that_fill_no_program_quantise_and_come_back(kernel_device, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wanted = reference.quantize(x)
+    found = quantized(x, kernel_device)
+    assert_same_bytes(found, wanted)
+    back = kernel.dequantize(*(part.to(kernel_device) for part in found), torch.float32)
+    assert torch.equal(back.cpu(), reference.dequantize(*wanted, torch.float32))
+
+
+def test_every_code_at_every_scale_has_its_value(kernel_device):
+    codes = torch.arange(256).to(torch.uint8).view(8, 32).expand(255, 8, 32)
+    values = codes.reshape(-1, 32).view(torch.float8_e4m3fn)
+    scale = torch.arange(255).to(torch.uint8).repeat_interleave(8)[:, None]
+    found = kernel.dequantize(
+        values.to(kernel_device), scale.to(kernel_device), torch.float32
+    ).cpu()
+    wanted = reference.dequantize(values, scale, torch.float32)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+def test_a_rectangle_of_a_parameter_is_written_and_nothing_around_it(kernel_device):
+    """Rows 3 to 8 and columns 32 to 96 of expert 1, from a slice of a larger tensor."""
+    values = torch.zeros(2, 10, 128, dtype=torch.uint8, device=kernel_device)
+    scale = torch.full((2, 10, 4), 77, dtype=torch.uint8, device=kernel_device)
+    source = torch.randn(12, 160).bfloat16().to(kernel_device)
+    x = source[2:7, 64:128]
+    inside = (1, slice(3, 8), slice(32, 96))
+    kernel.quantize(
+        x, values.view(torch.float8_e4m3fn)[inside], scale[(1, slice(3, 8), slice(1, 3))]
+    )
+    wanted = reference.quantize(x.cpu())
+    expected = torch.zeros(2, 10, 128, dtype=torch.uint8)
+    expected[inside] = wanted[0].view(torch.uint8)
+    expected_scale = torch.full((2, 10, 4), 77, dtype=torch.uint8)
+    expected_scale[1, 3:8, 1:3] = wanted[1]
+    assert torch.equal(values.cpu(), expected)
+    assert torch.equal(scale.cpu(), expected_scale)
+
+
+def test_a_source_of_any_strides_is_read_and_an_output_without_rows_refused(kernel_device):
+    x = torch.randn(64, 6).bfloat16().T
+    assert_same_bytes(quantized(x, kernel_device), reference.quantize(x.contiguous()))
+    values, scale = torch.empty(64, 6), torch.empty(6, 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="columns of values have stride 6, need 1"):
+        kernel.quantize(
+            x.to(kernel_device),
+            values.to(torch.float8_e4m3fn).to(kernel_device).T,
+            scale.to(kernel_device),
+        )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_block_that_is_not_finite_has_a_scale_above_the_largest_usable(kernel_device, bad):
+    x = torch.ones(3, 64).bfloat16()
+    x[1, 40] = bad
+    x[2, 40] = 448 * 2.0**7  # the largest that may be served
+    scale = quantized(x, kernel_device).scale
+    assert (scale > mxfp8.MAX_SCALE).tolist() == [[False, False], [False, True], [False, False]]
+    assert scale[2, 1] == mxfp8.MAX_SCALE
+
+
+@pytest.mark.gpu
+def test_the_public_calls_run_the_kernels_on_cuda(cuda):
+    x = torch.randn(300, 96).bfloat16()
+    found = mxfp8.quantize(x.to(cuda))
+    assert_same_bytes([part.cpu() for part in found], reference.quantize(x))
+    for dtype in (torch.float32, torch.bfloat16):
+        back = mxfp8.dequantize(*found, dtype)
+        assert torch.equal(back.cpu(), reference.dequantize(*reference.quantize(x), dtype))
+    x[7, 5] = torch.nan
+    with pytest.raises(ValueError, match="1 of 28800 values are NaN or infinite"):
+        mxfp8.quantize(x.to(cuda))

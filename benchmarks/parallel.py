@@ -1,0 +1,200 @@
+"""python -m benchmarks.parallel [--gpus 2] [--seconds 120]
+
+Dispatch and combine of tokens between ranks, one GPU each, beside the raw all-to-all of the same
+bytes in the same run. Starts its own processes, one a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from benchmarks.kernels.harness import Bench, Timing, relative_error
+from benchmarks.record import RESULTS
+from inference.parallel.config import ParallelConfig
+from inference.parallel.exchange import ExpertExchange
+from inference.parallel.groups import ParallelGroups
+
+HIDDEN, NUM_EXPERTS, TOPK = 6144, 128, 4
+TOKENS = (128, 1024, 8192)
+"""Of each rank."""
+MAX_GRAPH_TOKENS = 1024
+"""Decode sizes are timed in a CUDA graph, as an engine runs them; larger ones without."""
+REPS = 20
+TOLERANCE = {"sums": 2**-8}
+"""Each rank's sum is rounded to BF16, and so is the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One rank's tokens and where they go."""
+
+    x_TC: Tensor
+    ids_TA: Tensor
+    weights_TA: Tensor
+
+    @classmethod
+    def random(cls, count: int, rank: int, device: torch.device) -> Tokens:
+        generator = torch.Generator(device=device).manual_seed(1000 * rank + count)
+        x = torch.randn(count, HIDDEN, generator=generator, device=device).bfloat16()
+        order = torch.rand(count, NUM_EXPERTS, generator=generator, device=device).argsort(1)
+        ids = order[:, :TOPK].int().contiguous()
+        return cls(x, ids, torch.rand(ids.shape, generator=generator, device=device))
+
+
+def round_trip(exchange: ExpertExchange, tokens: Tokens, y_TC: Tensor, rows: int | None) -> None:
+    """Dispatch and combine alone: each rank sends back what it received."""
+    flight = exchange.dispatch(tokens.x_TC, tokens.ids_TA, tokens.weights_TA, num_rows=rows)
+    flight.combine(flight.received().x_RC.contiguous(), y_TC)
+
+
+def error_of(exchange: ExpertExchange, tokens: Tokens, rows: int | None) -> float:
+    """With experts that multiply by 1 + id / 64, so that every id and weight matters."""
+    flight = exchange.dispatch(tokens.x_TC, tokens.ids_TA, tokens.weights_TA, num_rows=rows)
+    arrived = flight.received()
+    ids_RA = arrived.ids_RA + exchange.held.start
+    factor_RA = arrived.weights_RA * (1 + ids_RA / 64) * (arrived.ids_RA >= 0)
+    partial_RC = (arrived.x_RC.float() * factor_RA.sum(1, keepdim=True)).bfloat16()
+    y_TC = torch.ones_like(tokens.x_TC)
+    flight.combine(partial_RC, y_TC)
+    factor_TA = tokens.weights_TA * (1 + tokens.ids_TA / 64)
+    return relative_error(y_TC, tokens.x_TC.double() * factor_TA.double().sum(1, keepdim=True) + 1)
+
+
+def raw_trip(rows: list[int], device: torch.device) -> Callable[[], None]:
+    """Two all-to-alls of `rows[r]` tokens to and from each rank r, there and back."""
+    source = torch.randn(sum(rows), HIDDEN, device=device).bfloat16()
+    middle, back = torch.empty_like(source), torch.empty_like(source)
+
+    def run() -> None:
+        dist.all_to_all_single(middle, source, rows, rows)
+        dist.all_to_all_single(back, middle, rows, rows)
+
+    return run
+
+
+def time_together(run: Callable[[], None], *, in_graph: bool) -> Timing:
+    """One call's time on the slowest rank; all ranks begin together."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    call = run
+    if in_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            run()
+        call = graph.replay
+        call()
+    times = []
+    for _ in range(REPS):
+        dist.barrier()
+        torch.cuda.synchronize()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # The first call absorbs how far apart the ranks left the barrier.
+        call()
+        start.record()
+        for _ in range(4):
+            call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / 4)
+    slowest = torch.tensor(times, device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    cuts = statistics.quantiles(slowest.tolist(), n=10, method="inclusive")
+    return Timing(statistics.median(slowest.tolist()), cuts[0], cuts[-1])
+
+
+class ExchangeBench:
+    """The cases of one rank; rank 0 writes the records."""
+
+    def __init__(self, groups: ParallelGroups, bench: Bench) -> None:
+        self._groups, self._bench = groups, bench
+        self._exchange = ExpertExchange(groups, NUM_EXPERTS)
+        self._device = torch.device("cuda", torch.cuda.current_device())
+
+    def case(self, count: int, form: str) -> None:
+        groups, world = self._groups, self._groups.config.world
+        tokens = Tokens.random(count, groups.rank, self._device)
+        rows = count if form == "fixed" else None
+        error = torch.tensor(error_of(self._exchange, tokens, rows), device=self._device)
+        dist.all_reduce(error, op=dist.ReduceOp.MAX)
+        y_TC = torch.zeros_like(tokens.x_TC)
+        in_graph = form == "fixed" and count <= MAX_GRAPH_TOKENS
+        ours = time_together(
+            lambda: round_trip(self._exchange, tokens, y_TC, rows), in_graph=in_graph
+        )
+        sent = [count] * world if rows is not None else self._mean_rows(tokens)
+        raw = time_together(raw_trip(sent, self._device), in_graph=in_graph)
+        # The same without what stays on the rank, which travels nowhere.
+        sent[groups.rank] = 0
+        raw_away = time_together(raw_trip(sent, self._device), in_graph=in_graph)
+        if groups.rank:
+            return
+        num_bytes = 2 * sum(sent) * HIDDEN * 2
+        self._bench.record(
+            "parallel",
+            f"dispatch+combine, {form}, ep {world}, {count} tokens a rank",
+            ours,
+            correct={"sums": float(error)},
+            tolerance=TOLERANCE,
+            peer=("raw all-to-all", min(raw.us, raw_away.us)),
+            value={
+                "sent_gb_s": num_bytes / ours.us / 1e3,
+                "raw_us": raw.us,
+                "raw_without_own_us": raw_away.us,
+            },
+        )
+
+    def _mean_rows(self, tokens: Tokens) -> list[int]:
+        """Tokens that go to each rank in the counted form, the mean over all pairs of ranks."""
+        config = self._groups.config
+        owner_TA = tokens.ids_TA // len(self._exchange.held)
+        goes = [(owner_TA == r).any(1).sum() for r in range(config.world)]
+        mean = torch.stack(goes).float().mean()
+        dist.all_reduce(mean)
+        return [round(float(mean) / config.world)] * config.world
+
+
+def run_rank(rank: int, world: int, port: int, seconds: float, results: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device)
+    groups = ParallelGroups.create(ParallelConfig(dp=world), timeout_s=60)
+    bench = Bench(seconds, Path(results))
+    exchange = ExchangeBench(groups, bench)
+    for count in TOKENS:
+        for form in ("fixed", "counted"):
+            # A rank that failed alone would leave the others in a collective: all end instead.
+            exchange.case(count, form)
+    if not rank:
+        print(bench.summary(), flush=True)
+    groups.close()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
+    parser.add_argument("--gpus", type=int, default=2, help="ranks, one GPU each")
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args: Any = parser.parse_args()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = (args.gpus, port, args.seconds, str(args.results))
+    mp.start_processes(run_rank, given, nprocs=args.gpus, start_method="spawn")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Several ranks run one copy of the model: tensor, data and expert parallelism.
+
+    rank = dp_rank · tp + tp_rank          world = tp · dp ranks, one worker process each
+
+- **tp** ranks hold the same requests and split each layer: query heads with their KV and index
+  heads, MLP and shared-expert width, vocabulary rows of the head. Embedding, router, norms and the
+  one index key head are whole on each. Attention and MLP give a partial sum; one all-reduce over
+  the tp ranks completes it. Beyond `num_key_value_heads` ranks, KV and index heads are replicated:
+  such ranks hold the same pages and must select the same blocks.
+- **dp** groups of tp ranks hold different requests and the same attention weights.
+- **ep** groups of world / ep ranks split the routed experts; inside a group each rank holds a part
+  of the width of all its experts. Groups are consecutive ranks, so none crosses a dp group:
+  ep = dp · d with d | tp. What a rank holds is one rectangle of a published tensor (`shards.py`).
+
+Experts, from a layer's tokens x_TC to y_TC on each of the tp ranks:
+
+    dp = 1   y = (its experts, all tokens) + (its part of the shared expert); all-reduce over tp
+    dp > 1   y = its part of the shared expert, while its 1/tp of the tokens travel to the ranks
+             that hold their experts (`dispatch`); experts of whatever arrived; one partial sum a
+             (token, rank) travels back (`combine`) and is added to y in ascending rank order, in
+             FP32; all-reduce over tp
+
+`exchange.py` has two forms of dispatch and combine. *Fixed*: all ranks show the same number of rows
+(padding has expert -1) to all ranks; no count travels and the host waits for nothing, so decode
+steps capture it in a CUDA graph. *Counted*: a token goes once to each rank that holds any of its
+experts, after the counts went ahead and the host has read them. A rank without tokens takes part in
+both. Where a token reaches most ranks anyway (ep 2: 94 % of them) the fixed form is the faster one
+for prefill too; it sends a layer's largest share from every rank, which takes no longer.
+
+Everything is deterministic: sums have a fixed order, and collectives a fixed shape.
+
+Lockstep. Each rank drives an engine of its own. The tp ranks of a dp group are given the same
+requests in the same order and so schedule alike; the sampled tokens are those of tp rank 0. Before
+a step the dp groups agree, in one small host all-reduce, on: does anybody have work; is it a decode
+everywhere; the rows of the largest group (the graph size, or the fixed form's rows). A group
+without requests runs the step on padding. A collective is never skipped by one rank alone.
+
+Failure. The ranks watch one another over a mesh of sockets (`watch.py`): the death of a process
+closes its sockets, so all others learn it at once and name it; who waits in a collective is woken
+(NCCL groups are aborted, also under a graph replay) and raises `ParallelError` with the rank and
+the operation. A rank that is alive but does not come is named when the groups' timeout is over.
+"""

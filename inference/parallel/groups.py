@@ -1,0 +1,225 @@
+"""The process groups of one replica, and collectives that name rank and operation when they fail.
+
+The caller has initialised torch.distributed with one process a rank; a group's timeout bounds every
+collective of a process that is alive, `watch.py` notices one that is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from inference.parallel.config import ParallelConfig
+from inference.parallel.watch import ParallelError, Watch
+
+# TODO: call all_gather_single by its name when torch >= 2.13 is required; 2.11 lacks it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+POLL_S = 20e-6
+"""Between two looks at a device that is not done: little beside a step, and lets threads run."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A collective under way; its tensors stay untouched until `wait` returns."""
+
+    work: Any
+    what: str
+    watch: Watch
+    kept: tuple[Tensor, ...] = field(default=())
+    """Held until then."""
+
+    def wait(self) -> None:
+        """The current stream (on the CPU: the host) continues when the collective is complete.
+
+        Raises:
+            ParallelError: it is not, in time; says whose fault that is.
+        """
+        if not self.kept[0].is_cuda:
+            self._wait_on_host()
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.watch.explain(self.what, error) from error
+        self.kept = ()
+
+    def _wait_on_host(self) -> None:
+        """Until the work is over or another rank is in trouble, which may mean that it never is."""
+        changed, future = self.watch.changed, self.work.get_future()
+
+        def wake(_: object) -> None:
+            with changed:
+                changed.notify_all()
+
+        future.add_done_callback(wake)
+        with changed:
+            changed.wait_for(lambda: future.done() or self.watch.is_trouble)
+        if not future.done():
+            raise self.watch.explain(self.what, None)
+
+
+@dataclass(slots=True)
+class ParallelGroups:
+    """One rank's place among the ranks of its replica, and how it talks with them.
+
+    Every collective starts at once and returns a `Pending`. What fails raises ParallelError, after
+    which the groups are good for nothing but `close`.
+    """
+
+    config: ParallelConfig
+    rank: int
+    watch: Watch
+    timeout_s: float
+    """Longest wait for the others."""
+    tp_group: dist.ProcessGroup
+    """The ranks that hold this one's requests."""
+    world_group: dist.ProcessGroup
+    host_group: dist.ProcessGroup
+    """All ranks, gloo: what the hosts agree on before a step."""
+
+    @classmethod
+    def create(
+        cls,
+        config: ParallelConfig,
+        *,
+        timeout_s: float,
+        address: str = "127.0.0.1",
+        backend: str | None = None,
+    ) -> ParallelGroups:
+        """Make the groups; every rank of the default group calls this with the same arguments.
+
+        Args:
+            timeout_s: longest wait for the others in a collective.
+            address: of this machine, as the other ranks reach it (each machine its own).
+            backend: of the device's collectives; None: NCCL where there is CUDA, else gloo.
+
+        Raises:
+            ParallelError: the default group has another size, or a rank did not come in time.
+        """
+        rank, world = dist.get_rank(), dist.get_world_size()
+        if world != config.world:
+            raise ParallelError(
+                f"tp={config.tp}, dp={config.dp} need {config.world} ranks, {world} are there"
+            )
+        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        timeout = timedelta(seconds=timeout_s)
+        # NCCL's own watchdog ends the process: it comes behind `wait_for_device`, which says why.
+        device_timeout = timeout if backend == "gloo" else 2 * timeout
+        everyone = list(range(world))
+        host_group = dist.new_group(everyone, timeout, "gloo")
+        watch = Watch(rank, world, address, lambda own: _gather(own, host_group), timeout_s)
+        world_group = dist.new_group(everyone, device_timeout, backend)
+        tp_group = world_group
+        if config.dp > 1:
+            # Every rank makes every group, its own or not.
+            members = [everyone[first : first + config.tp] for first in range(0, world, config.tp)]
+            tp_groups = [dist.new_group(ranks, device_timeout, backend) for ranks in members]
+            tp_group = tp_groups[config.dp_rank(rank)]
+        groups = cls(config, rank, watch, timeout_s, tp_group, world_group, host_group)
+        watch.on_trouble = groups.abort
+        return groups
+
+    def all_reduce(self, x: Tensor, what: str = "all-reduce") -> Pending:
+        """Sum over the tp ranks, in place; equal bits on all of them."""
+        return self._start(
+            what, (x,), lambda: dist.all_reduce(x, group=self.tp_group, async_op=True)
+        )
+
+    def all_gather(self, out: Tensor, x: Tensor, what: str, *, tp_only: bool = False) -> Pending:
+        """`out` [ranks · n, ...] becomes the x [n, ...] of all ranks (of the tp ranks), in order.
+
+        Both are contiguous.
+        """
+        group = self.tp_group if tp_only else self.world_group
+        return self._start(what, (out, x), lambda: _all_gather(out, x, group=group, async_op=True))
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        x: Tensor,
+        what: str,
+        out_rows: list[int] | None = None,
+        rows: list[int] | None = None,
+    ) -> Pending:
+        """Rows of `x` go to the ranks in order, `rows[r]` to rank r; theirs come into `out`.
+
+        Both are contiguous; None: equal parts.
+        """
+        return self._start(
+            what,
+            (out, x),
+            lambda: dist.all_to_all_single(
+                out, x, out_rows, rows, group=self.world_group, async_op=True
+            ),
+        )
+
+    def to_host(self, numbers: Tensor, what: str) -> list[Any]:
+        """The values of a tensor that comes out of a collective; raises as `wait_for_device`."""
+        if not numbers.is_cuda:
+            return numbers.tolist()
+        copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        copy.copy_(numbers, non_blocking=True)
+        event = torch.cuda.current_stream().record_event()
+        self.wait_for_device(event, what)
+        return copy.tolist()
+
+    def wait_for_device(self, event: torch.cuda.Event, what: str) -> None:
+        """Wait until the device has passed `event`, for work with collectives in it.
+
+        Nobody else notices that a replayed CUDA graph waits for a rank that is gone.
+
+        Raises:
+            ParallelError: a rank is in trouble, or `timeout_s` are over.
+        """
+        is_past: Callable[[], bool] = event.query
+        end = time.monotonic() + self.timeout_s
+        while not is_past():
+            if self.watch.is_trouble or time.monotonic() > end:
+                error = self.watch.explain(what, None)
+                self.abort()
+                raise error
+            time.sleep(POLL_S)
+        self.watch.check(what)
+
+    def abort(self) -> None:
+        """Wake who waits for the device: NCCL's kernels end; gloo's waits end by themselves."""
+        for group in {self.world_group, self.tp_group}:
+            if dist.get_backend(group) == "nccl":
+                with contextlib.suppress(RuntimeError):  # aborted already
+                    group.abort()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave; with this rank's own `error` the others are told of it and fail too."""
+        if error is not None and not isinstance(error, ParallelError):
+            self.watch.fail(f"{type(error).__name__}: {error}")
+        self.watch.close()
+        if error is not None:
+            self.abort()
+            return
+        for group in {self.tp_group, self.world_group, self.host_group}:
+            dist.destroy_process_group(group)
+
+    def _start(self, what: str, kept: Iterable[Tensor], begin: Callable[[], Any]) -> Pending:
+        self.watch.check(what)
+        try:
+            work = begin()
+        except RuntimeError as error:
+            raise self.watch.explain(what, error) from error
+        return Pending(work, what, self.watch, tuple(kept))
+
+
+def _gather(own: tuple[str, int], group: dist.ProcessGroup) -> list[tuple[str, int]]:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(everyone, own, group)
+    except RuntimeError as error:
+        raise ParallelError(f"rank {dist.get_rank()}: not all ranks came ({error})") from error
+    return everyone

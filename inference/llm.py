@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from inference.config import EngineConfig
+from inference.config import ConfigError, EngineConfig
 from inference.engine.engine import Engine
 from inference.engine.request import Request, RequestOutput, SamplingParams
 from inference.kernels.mix64 import GOLDEN, as_int64, mix64
@@ -104,8 +104,15 @@ def stored_dtype(path: str | Path) -> str:
 
 
 def stored_quantization(path: str | Path) -> str:
-    """`EngineConfig.quantization` of what the config.json of a checkpoint says is MXFP8."""
-    config = read_json(Path(path) / "config.json").get("quantization_config") or {}
+    """`EngineConfig.quantization` of what the config.json of a checkpoint says is MXFP8.
+
+    Raises:
+        ConfigError: its `quantization_config` is no JSON object.
+    """
+    file = Path(path) / "config.json"
+    config = read_json(file).get("quantization_config") or {}
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file}: quantization_config={config!r} is no JSON object")
     if config.get("quant_method") != "mxfp8":
         return "none"
     ignored = config.get("ignored_layers") or []

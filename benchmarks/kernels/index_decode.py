@@ -3,8 +3,7 @@
 Calls follow each other in one graph, and programs of each of ours start as those of the one before
 it end: they fetch the first pages of their units while others still score and while that one
 selects. In an engine step that happens while the queries are normed and rotated (1 to 2 us).
-`alone_us` is the time behind a kernel that nothing overlaps. FP8 pages are cut into more units than
-BF16 ones.
+`alone_us` is the time behind a kernel that nothing overlaps.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def make_batch(shape: Shape, pool: Pool) -> PagedBatch:
     units = plan_units(
         -(-lens_R // PAGE),
         *groups,
-        num_workers(num_sms, is_fp8=shape.fp8),
+        num_workers(num_sms),
         num_shared_workers=num_shared_workers(num_sms),
     ).to("cuda")
     seq_len_R = torch.from_numpy(lens_R).int().cuda()

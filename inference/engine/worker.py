@@ -213,12 +213,11 @@ def _make_planner(model: ModelConfig, config: EngineConfig, device: torch.device
 
     num_sms = num_multiprocessors(device)
     num_kv_heads = model.num_key_value_heads
-    is_fp8 = config.index_dtype == "float8_e4m3fn"
     assert config.page_size is not None, "EngineConfig.resolve fills in the page size"
     return DecodePlanner(
         config.page_size,
         Workers(
-            index_kernel.num_workers(num_sms, is_fp8=is_fp8),
+            index_kernel.num_workers(num_sms),
             index_kernel.num_shared_workers(num_sms),
         ),
         Workers(

@@ -19,6 +19,8 @@ SHARED_ROWS = 16
 """Most requests that read a shared page together; a larger group is cut into such parts."""
 MIN_SHARED_PAGES = 4
 """Fewer shared pages than this are left to each request."""
+MIN_UNIT_PAGES = 2
+"""Pages of a shared unit when workers abound: each unit loads the queries of a whole group."""
 
 
 @dataclass(slots=True)
@@ -96,7 +98,8 @@ def plan_units(
 
     own_UX, own_start_R1 = _cut(num_pages_R - first_R, num_workers)
     own_U3 = np.stack([own_UX[:, 0], own_UX[:, 1] + first_R[own_UX[:, 0]], own_UX[:, 2]], 1)
-    shared_UX, shared_start_P1 = _cut(size_P, num_shared_workers or num_workers)
+    most_units = max(1, int(size_P.sum()) // MIN_UNIT_PAGES)
+    shared_UX, shared_start_P1 = _cut(size_P, min(num_shared_workers or num_workers, most_units))
     part_X = shared_UX[:, 0]
     shared_X4 = np.concatenate([parts_P3[part_X, :2], shared_UX[:, 1:]], 1)
     shared_R3[row_Y, 0] = np.repeat(shared_start_P1[:-1], count_P)

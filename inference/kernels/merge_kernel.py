@@ -15,11 +15,6 @@ MIN_MAX = tl.constexpr(-1e30)
 LOG2_E = 1.4426950408889634
 
 
-def launch_options(is_cuda: bool) -> dict[str, bool]:
-    """Launch a kernel while the one before it ends; it must `begin_dependent` before it reads."""
-    return {"launch_pdl": True} if is_cuda else {}
-
-
 def product_type(q_THD: Tensor, k_pages: Tensor) -> tl.dtype:
     """What the tensor cores multiply: FP8 is exact in FP16, and q there after its norm."""
     if q_THD.dtype == torch.float32:

@@ -172,3 +172,9 @@ def test_what_is_stored_in_mxfp8_is_held_so_unless_asked_otherwise(tmp_path, sco
     assert LLM(path, num_pages=8).engine.engine_config.quantization == held
     widened = LLM(path, num_pages=8, quantization="none")
     assert {slot.storage for slot in widened.engine.weight_layout()} == {"plain"}
+
+
+def test_a_quantization_config_that_is_no_object_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"quantization_config": ["mxfp8"]}')
+    with pytest.raises(ConfigError, match=r"config.json: quantization_config=\['mxfp8'\]"):
+        stored_quantization(tmp_path)

@@ -350,9 +350,8 @@ def score_pages(
         OWN_C=padded_columns(columns),
         SHARED_C=shared_c,
         SHARED_TILES=shared_tiles,
-        # Two programs to a multiprocessor; without shared pages four of FP8, that some widen while
-        # others wait.
-        STAGES=5 if is_fp8 and num_shared else 3,
+        # Two programs to a multiprocessor; queries of a group take the room of a sixth FP8 page.
+        STAGES=(5 if num_shared else 6) if is_fp8 else 3,
         EARLY=index_q_TKD.shape[0] == batch.num_decode_tokens,
         num_warps=NUM_WARPS,
         launch_pdl=True,

@@ -17,27 +17,27 @@ from torch import Tensor
 from inference.kernels.decode_plan import SHARED_ROWS
 from inference.kernels.index_select import decode_hopper_kernel
 from inference.kernels.index_select.decode_hopper_kernel import MAX_COLUMNS, padded_columns
-from inference.kernels.index_select.select_kernel import check_choice, choose_row
+from inference.kernels.index_select.select_kernel import (
+    DECODE_ROW,
+    WIDE_DECODE_ROW,
+    check_choice,
+    choose_row,
+)
 from inference.kernels.paging import PagedBatch
 
-WIDTH, MANY, SELECT_WARPS = 128, 64, 8
-"""Of `choose_row`: three rounds for 8,192 blocks, each of one read."""
+WIDE_TABLE = 2048
+"""Page tables of more columns are chosen from by `WIDE_DECODE_ROW`: captured with the launch, the
+shape can depend on the table alone."""
 
 
-def num_workers(num_sms: int, *, is_fp8: bool = False) -> int:
-    """How many own index units `plan_units` should aim at on a GPU of `num_sms` multiprocessors.
-
-    `is_fp8`: the index pages are FP8, and programs so small that four share a multiprocessor.
-    """
-    return (4 if is_fp8 else 2) * num_sms
+def num_workers(num_sms: int) -> int:
+    """How many own index units `plan_units` should aim at on a GPU of `num_sms` multiprocessors."""
+    return 2 * num_sms
 
 
 def num_shared_workers(num_sms: int) -> int:
-    """The same for units of shared pages, whatever the pages' dtype.
-
-    On Hopper units of both kinds are in one launch: all should find room at the same time.
-    """
-    return 3 * num_sms // 2
+    """The same for units of shared pages."""
+    return 2 * num_sms
 
 
 @triton.jit
@@ -252,6 +252,8 @@ def index_select_decode(
     on_hopper = decode_hopper_kernel.can_run(index_q_TKD, index_pages, batch.decode_query_len)
     score = decode_hopper_kernel.score_pages if on_hopper else _score_portable
     score(index_q_TKD, index_pages, batch, scores_CN)
+    is_wide = batch.page_table_RN.shape[1] > WIDE_TABLE
+    width, many, num_warps = WIDE_DECODE_ROW if is_wide else DECODE_ROW
     _select_decode_kernel[(num_tokens * num_heads,)](
         scores_CN,
         batch.positions_T,
@@ -263,10 +265,10 @@ def index_select_decode(
         PAGE=page_size,
         TOPK=topk_blocks,
         LOCAL=local_blocks,
-        WIDTH=WIDTH,
-        MANY=MANY,
+        WIDTH=width,
+        MANY=many,
         PDL=on_hopper,
-        num_warps=SELECT_WARPS,
+        num_warps=num_warps,
         launch_pdl=on_hopper,
     )
 

@@ -5,8 +5,12 @@ the 16 best ids, for the order (score descending, id ascending) is total; these 
 each holds one id: with 64 progressions 64 ids take one round, 256 two, 1,024 three, 8,192 five;
 with 128 progressions 128 ids take one, 1,024 two, 8,192 three.
 
+How many are dealt and read at once depends on what a row may hold: see `RowShape`.
+
 Suffixes: `X` score rows · `N` columns · `B` chosen blocks.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,6 +19,21 @@ from torch import Tensor
 MAX_TOPK = 16
 KEEP = tl.constexpr(16)
 """Progressions that survive a round, never fewer than the blocks to choose."""
+
+
+class RowShape(NamedTuple):
+    """How one program chooses in a row: `WIDTH` and `MANY` of `choose_row`, and its warps."""
+
+    width: int
+    many: int
+    num_warps: int
+
+
+PREFILL_ROW = RowShape(64, 16, 1)
+"""Thousands of rows at once."""
+DECODE_ROW = RowShape(64, 16, 4)
+WIDE_DECODE_ROW = RowShape(128, 64, 8)
+"""Of 8,192 blocks, three rounds of one read each."""
 
 
 @triton.jit
@@ -60,7 +79,7 @@ def choose_row(
 ):
     """Write the chosen ids of one row of scores, ascending, then -1.
 
-    `WIDTH` progressions, 32 to 256, are ranked against each other at once; of long ones `MANY`
+    `WIDTH` progressions, 32 to 128, are ranked against each other at once; of long ones `MANY`
     members are read at once.
     """
     FEW: tl.constexpr = WIDTH // KEEP
@@ -117,15 +136,7 @@ def _select_kernel(
 
 
 def select_blocks(
-    scores_XN: Tensor,
-    num_blocks_X: Tensor,
-    out_XB: Tensor,
-    topk: int,
-    local: int,
-    *,
-    width: int = 64,
-    many: int = 16,
-    num_warps: int = 1,
+    scores_XN: Tensor, num_blocks_X: Tensor, out_XB: Tensor, topk: int, local: int
 ) -> None:
     """Choose {last `local` visible} and the best others by (score descending, id ascending).
 
@@ -136,9 +147,6 @@ def select_blocks(
         out_XB: [X, topk] int32, contiguous, written: ids ascending, then -1.
         topk: 1 to 16.
         local: 0 to `topk`.
-        width: progressions ranked at once, see `choose_row`.
-        many: members of a progression read at once.
-        num_warps: of the program that chooses in a row.
     """
     check_choice(topk, local)
     num_rows, num_columns = scores_XN.shape
@@ -153,9 +161,9 @@ def select_blocks(
         scores_XN.stride(0),
         TOPK=topk,
         LOCAL=local,
-        WIDTH=width,
-        MANY=many,
-        num_warps=num_warps,
+        WIDTH=PREFILL_ROW.width,
+        MANY=PREFILL_ROW.many,
+        num_warps=PREFILL_ROW.num_warps,
     )
 
 

@@ -54,6 +54,8 @@ NO_LSE = gl.constexpr(MIN_MAX.value)
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+_Shared = gl.shared_memory_descriptor
+_reinterpret = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
 
 
 @gluon.jit
@@ -213,7 +215,7 @@ def _block_hopper_kernel(
     PAGE: gl.constexpr = k_desc.block_type.shape[0]
     TILE: gl.constexpr = M // G
     q_boxes = gl.allocate_shared_memory(q_desc.dtype, [SLOTS * 2 * TILE, G, D // 2], q_desc.layout)
-    q_tiles = q_boxes._reinterpret(q_desc.dtype, [SLOTS, M, D], part_desc.layout)
+    q_tiles = _reinterpret(q_boxes, q_desc.dtype, [SLOTS, M, D], part_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, PAGE, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, PAGE, D], v_desc.layout)
     q_full = _barriers(SLOTS, 1)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference.kernels.hardware import num_multiprocessors
+from inference.kernels.hardware import USE_PDL, num_multiprocessors
 from inference.kernels.merge_kernel import (
     LOG2_E,
     MIN_MAX,
@@ -24,7 +24,6 @@ from inference.kernels.merge_kernel import (
     begin_dependent,
     begin_last,
     interleaved,
-    launch_options,
     merge_parts,
     normalised,
     product_type,
@@ -59,7 +58,7 @@ def msa_attention_decode(
     group = num_heads // num_kv_heads
     if launch is None:
         launch = choose_launch(num_tokens * num_kv_heads, topk, pages.k_pages, q_THD)
-    split, is_cuda = launch.split, q_THD.is_cuda
+    split = launch.split
     part_TKXGD, lse_TKXG = out_THD, out_THD
     if split > 1:
         shape = (num_tokens, num_kv_heads, split, group)
@@ -101,10 +100,10 @@ def msa_attention_decode(
         SPLIT=split,
         TYPE=product_type(q_THD, pages.k_pages),
         PAIRS=is_pairs,
-        PDL=is_cuda,
+        PDL=USE_PDL,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        **launch_options(is_cuda),
+        launch_pdl=USE_PDL,
     )
     if split > 1:
         _merge_chosen[(num_tokens * num_heads,)](
@@ -118,9 +117,9 @@ def msa_attention_decode(
             D_PAD=max(16, triton.next_power_of_2(head_dim)),
             SPLIT=split,
             SPLIT_PAD=triton.next_power_of_2(split),
-            PDL=is_cuda,
+            PDL=USE_PDL,
             num_warps=1,
-            **launch_options(is_cuda),
+            launch_pdl=USE_PDL,
         )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from inference.kernels.decode_plan import SHARED_ROWS
+from inference.kernels.hardware import USE_PDL
 from inference.kernels.merge_kernel import (
     LOG2_E,
     MIN_MAX,
@@ -33,7 +34,6 @@ from inference.kernels.merge_kernel import (
     begin_dependent,
     begin_last,
     interleaved,
-    launch_options,
     normalised,
     product_type,
     wait_at_end,
@@ -91,7 +91,7 @@ def paged_attention_decode(
     has_shared = num_shared > 0
     own = own or choose_own(batch.num_decodes, own_rows, pages.k_pages, q_THD, has_shared)
     heads, parts = choose_merge(batch.num_decodes, group)
-    is_cuda, device = q_THD.is_cuda, q_THD.device
+    device = q_THD.device
     # Parts of own units, [unit, split, K, row], then those of shared units, [unit, K, row].
     first_shared = num_own * own.split * num_kv_heads * own_rows
     num_parts = first_shared + num_shared * num_kv_heads * shared_rows
@@ -121,9 +121,9 @@ def paged_attention_decode(
         HAS_SHARED=has_shared,
         HEADS=heads,
         PARTS=parts,
-        PDL=is_cuda,
+        PDL=USE_PDL,
         num_warps=1,
-        **launch_options(is_cuda),
+        launch_pdl=USE_PDL,
     )
 
 
@@ -166,7 +166,7 @@ def _launch_own(
         D_PAD=max(16, triton.next_power_of_2(head_dim)),
         PAGE=page_size,
         TYPE=product_type(q_THD, pages.k_pages),
-        PDL=q_THD.is_cuda,
+        PDL=USE_PDL,
         ROWS_PAD=max(16, triton.next_power_of_2(query_len * group)),
         TILE=own.tile,
         SPLIT=own.split,
@@ -174,7 +174,7 @@ def _launch_own(
         AFTER_SHARED=units.shared_X4.shape[0] > 0,
         num_warps=own.num_warps,
         num_stages=own.num_stages,
-        **launch_options(q_THD.is_cuda),
+        launch_pdl=USE_PDL,
     )
 
 
@@ -183,15 +183,15 @@ def choose_own(
 ) -> Launch:
     """One program a multiprocessor, or two where long units pay for more parts to merge.
 
-    Beside shared units, units are short and multiprocessors few: three programs on each.
+    Beside shared units, units are short and multiprocessors few: a whole page a step.
     """
-    tile = min(64, max(16, triton.next_power_of_2(k_pages.shape[2])))
+    is_low = k_pages.element_size() == 1
+    is_wide = has_shared and num_rows <= 32 and not is_low
+    tile = min(128 if is_wide else 64, max(16, triton.next_power_of_2(k_pages.shape[2])))
     if q_THD.dtype == torch.float32:
         tile = min(32, tile)
     split = 2 if num_requests >= 8 and not has_shared else 1
-    num_stages = 3 if has_shared or split == 2 else 4
-    if k_pages.element_size() == 1:
-        num_stages = 6
+    num_stages = 6 if is_low else 2 if is_wide else 3 if has_shared or split == 2 else 4
     return Launch(split, tile, num_warps=8 if num_rows > 32 else 4, num_stages=num_stages)
 
 
@@ -374,11 +374,12 @@ def _merge_units(
     b_acc = tl.zeros([HEADS, D_PAD], tl.float32)
     for i in range(0, num_parts, PARTS):
         # [PARTS]
-        o_part = (i + o_x).to(tl.int64)
-        o_first = ((first_own + o_part) * K + i_k) * ROWS
+        o_part = i + o_x
+        o_first = ((first_own + o_part).to(tl.int64) * K + i_k) * ROWS
         if HAS_SHARED:
-            o_first_shared = ((unit + o_part - num_own) * K + i_k) * MAX_ROWS + i_place * ROWS
-            o_first = tl.where(o_part < num_own, o_first, first_shared + o_first_shared)
+            o_shared = ((unit + o_part - num_own).to(tl.int64) * K + i_k) * MAX_ROWS
+            o_shared += first_shared + i_place * ROWS
+            o_first = tl.where(o_part < num_own, o_first, o_shared)
         m_x = o_part < num_parts
         # [PARTS, HEADS]
         o_xh = o_first[:, None] + o_row[None, :]

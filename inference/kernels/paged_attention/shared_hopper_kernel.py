@@ -1,10 +1,9 @@
 """Shared pages of groups on Hopper: one warp fetches them, two warpgroups multiply and take turns.
 
 Does what `shared_kernel` does. The steps are those of `prefill_hopper_kernel`, but the rows are
-query heads of several requests instead of tokens of one, every row sees every key, and the queries
-stay in registers. A program stays on its multiprocessor and takes 128 rows of one unit and KV head
-after the other. Programs next to each other have the same pages, so that the second finds them in
-the L2 cache.
+query heads of several requests instead of tokens of one and every row sees every key. A program
+stays on its multiprocessor and takes 128 rows of one unit and KV head after the other. Programs
+next to each other have the same pages, so that the second finds them in the L2 cache.
 """
 
 import math
@@ -14,27 +13,21 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from inference.kernels.decode_plan import SHARED_ROWS
 from inference.kernels.hardware import is_hopper, num_multiprocessors
-from inference.kernels.merge_kernel import begin_dependent, launch_options
-from inference.kernels.paged_attention.prefill_hopper_kernel import (
+from inference.kernels.merge_kernel import begin_dependent
+from inference.kernels.paged_attention.steps_hopper_kernel import (
     HEAD_DIM,
-    NEG_INF,
     PAGE_SIZE,
     ROWS,
-    _await,
-    _fetch,
-    _item,
-    _num_rounds,
-    _release,
-    _ring,
+    attend,
+    fetch,
+    make_ring,
+    pass_turn,
+    to_and_fro,
 )
 from inference.kernels.paging import LayerPages, PagedBatch
 
@@ -42,6 +35,11 @@ TILE = 2 * ROWS
 """Rows of a program."""
 STAGES = 3
 """Pages of keys, and as many of values, in shared memory or on their way there."""
+
+
+@gluon.jit
+def _num_rounds(num_items):
+    return (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)
 
 
 @gluon.jit
@@ -53,7 +51,7 @@ def _unit(
 
     Used units come first: no round follows one without pages.
     """
-    i_item = _item(i_round)
+    i_item = to_and_fro(i_round, gl.program_id(0), gl.num_programs(0))
     is_item = i_item < num_items
     i_x = i_item // (TILES * K)
     i_kv = i_item // TILES % K
@@ -89,110 +87,13 @@ def _produce(
         for j in range(num_pages):
             place = (page * K + i_kv) * PAGE
             page = gl.load(p_table + j + 1, mask=j + 1 < num_pages, other=0)
-            _fetch(k_desc, place, keys, i_use + j)
+            fetch(k_desc, place, 0, keys, i_use + j)
             if j > 0:
-                _fetch(v_desc, before, values, i_use + j - 1)
+                fetch(v_desc, before, 0, values, i_use + j - 1)
             before = place
         if num_pages > 0:
-            _fetch(v_desc, before, values, i_use + num_pages - 1)
+            fetch(v_desc, before, 0, values, i_use + num_pages - 1)
         i_use += num_pages
-
-
-@gluon.jit
-def _take_turn(w: gl.constexpr):
-    """Wait for `_pass_turn` of the other warpgroup; hardware barriers 14 and 15 are ours."""
-    if w == 0:
-        gl.inline_asm_elementwise(
-            "bar.sync 14, 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.sync 15, 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def _pass_turn(w: gl.constexpr):
-    """Let the other warpgroup than `w` begin its products."""
-    if w == 0:
-        gl.inline_asm_elementwise(
-            "bar.arrive 15, 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.arrive 14, 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def _sums(b_x):
-    """[M, 4] sums over the keys that a thread holds: no warp shuffles before the last page."""
-    M: gl.constexpr = b_x.shape[0]
-    N: gl.constexpr = b_x.shape[1]
-    # Thread t of a row has the keys 8 i + 2 t and 8 i + 2 t + 1.
-    return gl.sum(gl.sum(b_x.reshape([M, N // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _softmax(b_s, b_max, b_sum, scale_log2):
-    """(weights, maximum, `_sums` of the weights, factor on what was summed before); base 2."""
-    b_new = gl.maximum(b_max, gl.max(b_s, 1) * scale_log2)
-    b_alpha = gl.exp2(b_max - b_new)
-    b_x = gl.exp2(b_s * scale_log2 - b_new[:, None])
-    of_sums: gl.constexpr = gl.SliceLayout(1, b_sum.type.layout)
-    b_decay = gl.convert_layout(b_alpha, of_sums, assert_trivial=True)
-    b_more = gl.convert_layout(_sums(b_x), b_sum.type.layout, assert_trivial=True)
-    return b_x, b_new, b_sum * b_decay[:, None] + b_more, b_alpha
-
-
-@gluon.jit
-def _start_scores(b_q, b_k, w: gl.constexpr):
-    """Products of the queries with the keys of a page, left running; one at a time begins them."""
-    ROWS: gl.constexpr = b_q.shape[0]
-    PAGE: gl.constexpr = b_k.shape[0]
-    mma: gl.constexpr = b_q.type.layout.parent
-    b_zero = gl.zeros([ROWS, PAGE], gl.float32, mma)
-    _take_turn(w)
-    b_s = warpgroup_mma(b_q, b_k.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    _pass_turn(w)
-    return b_s
-
-
-@gluon.jit
-def _attend(b_q, keys, values, i_use, num_pages, scale_log2, w: gl.constexpr):
-    """(output, maximum, sum of weights) over the pages of a unit, the first of them use `i_use`."""
-    ROWS: gl.constexpr = b_q.shape[0]
-    D: gl.constexpr = b_q.shape[1]
-    operand: gl.constexpr = b_q.type.layout
-    mma: gl.constexpr = operand.parent
-    b_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, mma))
-    b_sum = _sums(gl.zeros([ROWS, D], gl.float32, mma))
-    b_acc = gl.zeros([ROWS, D], gl.float32, mma)
-    b_s = _start_scores(b_q, _await(keys, i_use), w)
-    b_s = warpgroup_mma_wait(0, deps=(b_s,))
-    _release(keys, i_use)
-    b_x, b_max, b_sum, _b_alpha = _softmax(b_s, b_max, b_sum, scale_log2)
-    _await(keys, i_use + 1, pred=num_pages > 1)
-    b_p = gl.convert_layout(b_x.to(b_q.dtype), operand)
-    # Scores of page j and values of the page before are under way during the softmax of page j.
-    for j in range(i_use + 1, i_use + num_pages):
-        b_v = _await(values, j - 1)
-        b_s = _start_scores(b_q, keys[0].index(j % keys[0].shape[0]), w)
-        b_acc = warpgroup_mma(b_p, b_v, b_acc, is_async=True)
-        b_s = warpgroup_mma_wait(1, deps=(b_s,))
-        _release(keys, j)
-        b_x, b_max, b_sum, b_alpha = _softmax(b_s, b_max, b_sum, scale_log2)
-        # This wait also keeps the assembler from waiting for the values before the softmax.
-        _await(keys, j + 1, pred=j + 1 < i_use + num_pages)
-        b_acc, b_x = warpgroup_mma_wait(0, deps=(b_acc, b_x))
-        _release(values, j - 1)
-        b_p = gl.convert_layout(b_x.to(b_q.dtype), operand)
-        b_acc = b_acc * b_alpha[:, None]
-    i_last = i_use + num_pages - 1
-    b_acc = warpgroup_mma(b_p, _await(values, i_last), b_acc, is_async=True)
-    b_acc = warpgroup_mma_wait(0, deps=(b_acc,))
-    _release(values, i_last)
-    return b_acc, b_max, gl.convert_layout(gl.sum(b_sum, 1), gl.SliceLayout(1, mma))
 
 
 @gluon.jit
@@ -206,7 +107,7 @@ def _consume(
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     begin_dependent(True)
     if w == 1:
-        _pass_turn(w)
+        pass_turn(w)
     i_use = 0
     i_round = 0
     num_rounds = _num_rounds(num_items)
@@ -221,7 +122,9 @@ def _consume(
             o_t = request * (PER_REQUEST // G) + o_m // G
             p_row = q_ptr + o_t.to(gl.int64) * stride_qt + (i_kv * G + o_m % G) * stride_qh
             b_q = gl.load(p_row[:, None] + o_d[None, :], mask=(o_m < num_rows)[:, None], other=0.0)
-            b_acc, b_max, b_sum = _attend(b_q, keys, values, i_use, num_pages, scale_log2, w)
+            b_acc, b_max, b_sum = attend(
+                b_q, keys, values, i_use, num_pages, num_pages, 0, scale_log2, w, False
+            )
             i_use += num_pages
 
             # [ROWS, D]
@@ -234,7 +137,7 @@ def _consume(
             gl.store(lse_ptr + o_part, b_max + gl.log2(b_sum), mask=o_r < num_rows)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["stride_table", "num_items"])
 def _attend_shared_hopper(
     q_ptr,
     k_desc,
@@ -257,8 +160,8 @@ def _attend_shared_hopper(
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    keys = _ring(k_desc, STAGES, 2)
-    values = _ring(v_desc, STAGES, 2)
+    keys = make_ring(k_desc, STAGES, 2)
+    values = make_ring(v_desc, STAGES, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -330,5 +233,5 @@ def attend_shared(
         STAGES=STAGES,
         REGISTERS=240,
         num_warps=4,
-        **launch_options(is_cuda=True),
+        launch_pdl=True,
     )

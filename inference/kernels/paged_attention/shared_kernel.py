@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from inference.kernels.decode_plan import SHARED_ROWS
+from inference.kernels.hardware import USE_PDL
 from inference.kernels.merge_kernel import (
     LOG2_E,
     MIN_MAX,
     begin_dependent,
-    launch_options,
     product_type,
 )
 from inference.kernels.paging import LayerPages, PagedBatch
@@ -87,11 +87,11 @@ def attend_shared(
         ROWS=launch.rows,
         MAX_ROWS=max_rows,
         TILE=launch.tile,
-        PDL=q_THD.is_cuda,
+        PDL=USE_PDL,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         maxnreg=launch.max_registers,
-        **launch_options(q_THD.is_cuda),
+        launch_pdl=USE_PDL,
     )
 
 

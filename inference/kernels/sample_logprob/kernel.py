@@ -22,7 +22,7 @@ from inference.kernels.sample_logprob.reference import SampledTokens
 LANES = 4
 """Neighbouring ids that one thread reads at once; a tile is that of every thread."""
 
-CHUNK_TILES, CHUNK_WARPS = 8, 4
+CHUNK_TILES, CHUNK_WARPS = 8, 1
 """The same for any number of rows, so that a row's sums do not depend on it."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -40,32 +40,15 @@ def _row_key(seeds_ptr, positions_ptr, i_row):
 
 
 @triton.jit
-def _times(low, high, FACTOR: tl.constexpr):
-    """Halves of a 64-bit product: three instructions, where that of 64-bit numbers takes four."""
-    LOW: tl.constexpr = FACTOR & 0xFFFFFFFF
-    wide = low.to(tl.uint64) * LOW
-    return wide.to(tl.uint32), (wide >> 32).to(tl.uint32) + low * (FACTOR >> 32) + high * LOW
-
-
-@triton.jit
-def _mix64_high(words):
-    """The upper half of mix64, as uint32. Where its first bit is set the last one may be wrong."""
-    low, high = words.to(tl.uint32), (words >> 32).to(tl.uint32)
-    low, high = _times(low ^ (low >> 30 | high << 2), high ^ high >> 30, 0xBF58476D1CE4E5B9)
-    low, high = _times(low ^ (low >> 27 | high << 5), high ^ high >> 27, 0x94D049BB133111EB)
-    return high
-
-
-@triton.jit
-def _bounds(b_x, scale, high, FAST: tl.constexpr):
-    """log2 of exp(x / temperature) / high; scale is log2(e) / temperature.
+def _bounds(b_x, scale, b_high, FAST: tl.constexpr):
+    """log2 of exp(x / temperature) / b_high (uint32); scale is log2(e) / temperature.
 
     FP32 errs with r = 2^-24 by 3 r in the scale and the quotient it stands for, by 1.5 r in the
     logarithm of a rounded number, by 2^-17 in the approximate logarithm of up to 2^32, and by r in
     the sum, and again where 32 is added: 2^-17 + 230 r + 5 r |bound|, as |x * scale| is at most
     |bound| + 64.
     """
-    b_number = high.to(tl.float32)
+    b_number = b_high.to(tl.float32)
     return b_x * scale - (libdevice.fast_log2f(b_number) if FAST else tl.log2(b_number))
 
 
@@ -143,7 +126,8 @@ def _chunk_kernel(
         row_key = _row_key(seeds_ptr, positions_ptr, i_row)
         column_word = row_key + (first_id + 1 + o_column).to(tl.uint64) * GOLDEN
         b_word = column_word[None, :] + (o_tile.to(tl.uint64) * GOLDEN)[:, None]
-        b_bound = tl.max(_bounds(b_x, scale, _mix64_high(b_word), FAST), 0)
+        b_high = (mix64(b_word) >> 32).to(tl.uint32)
+        b_bound = tl.max(_bounds(b_x, scale, b_high, FAST), 0)
         b_bound = 32.0 + tl.max(tl.reshape(b_bound, (TILE // LANES, LANES)), 1)
         o_group = tl.arange(0, TILE // LANES)
         tl.store(bounds_ptr + (i_row64 * num_chunks + i_chunk) * (TILE // LANES) + o_group, b_bound)
@@ -293,6 +277,8 @@ def sample_logprob(
     has_cuts: bool | None,
 ) -> SampledTokens:
     """`has_cuts` None looks at the rows, which waits for the device."""
+    if logits_RV.stride(1) != 1:
+        logits_RV = logits_RV.contiguous()
     scaled_RV = None
     if has_cuts is None:
         has_cuts = bool(((top_k_R > 0) | (top_p_R < 1) | (min_p_R > 0)).any())
@@ -308,11 +294,12 @@ def draw(
     seeds_R: Tensor,
     positions_R: Tensor,
 ) -> SampledTokens:
-    """Sample from `scaled_RV`, which is `logits_RV / temperature` unless given."""
+    """Sample from `scaled_RV`, which is `logits_RV / temperature` unless given.
+
+    Both with the ids of a row side by side (stride 1).
+    """
     num_rows, vocab_size = logits_RV.shape
     device = logits_RV.device
-    if logits_RV.stride(1) != 1:
-        logits_RV = logits_RV.contiguous()
     ids_R = torch.empty(num_rows, dtype=torch.int64, device=device)
     logprobs_R, raw_logprobs_R = (torch.empty(num_rows, device=device) for _ in range(2))
     is_finite_R = torch.empty(num_rows, dtype=torch.bool, device=device)
@@ -330,8 +317,8 @@ def draw(
         "TILE": tile,
         "LANES": LANES,
         "PDL": USE_PDL,
+        "launch_pdl": USE_PDL,
     }
-    options |= {"launch_pdl": True} if USE_PDL else {}
     rows = (logits_RV, scaled, temperature_R, seeds_R, positions_R, bounds, stats)
     _chunk_kernel[(num_chunks, num_rows)](
         *rows,

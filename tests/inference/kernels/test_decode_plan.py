@@ -57,6 +57,11 @@ def test_a_few_shared_pages_are_left_to_each_request():
     assert len(plan_units(np.full(4, 9), np.array([0, 4]), np.array([enough]), 8).shared_X4) > 0
 
 
+def test_shared_pages_are_not_cut_into_single_ones():
+    units = plan_units(np.full(16, 257), np.array([0, 16]), np.array([256]), 300)
+    assert units.shared_X4[:, 3].tolist() == [2] * 128
+
+
 def test_capacity_pads_with_units_without_pages():
     units = plan_units(np.array([5, 0]), None, None, 4, capacity=12, shared_capacity=7)
     assert units.own_U3.shape == (12, 3)

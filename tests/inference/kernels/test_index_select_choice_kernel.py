@@ -6,16 +6,16 @@ import torch
 from inference.kernels.index_select import reference
 
 
-@pytest.fixture(params=[(64, 16, 1), (128, 64, 8), (256, 8, 8)], ids=str)
-def choose(request):
-    """`select_blocks` for rows that are read in different ways."""
-    from inference.kernels.index_select.select_kernel import select_blocks
+@pytest.fixture(params=["PREFILL_ROW", "DECODE_ROW", "WIDE_DECODE_ROW"])
+def choose(request, kernel_device, monkeypatch):
+    """`select_blocks`, as if each of the shapes were prefill's."""
+    from inference.kernels.index_select import select_kernel
+
+    monkeypatch.setattr(select_kernel, "PREFILL_ROW", getattr(select_kernel, request.param))
 
     def choose(scores, num_blocks, topk, local):
         out = torch.empty((len(num_blocks), topk), dtype=torch.int32, device=scores.device)
-        width, many, num_warps = request.param
-        shape = {"width": width, "many": many, "num_warps": num_warps}
-        select_blocks(scores, num_blocks, out, topk, local, **shape)
+        select_kernel.select_blocks(scores, num_blocks, out, topk, local)
         return out
 
     return choose

@@ -48,8 +48,13 @@ def test_ragged_decodes_choose_as_the_reference(paged, kernel_device, num_worker
     assert torch.equal(select(case, index_q.to(kernel_device), 5).cpu(), expected)
 
 
+@pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize(("topk", "local"), [(1, 1), (3, 0), (16, 3)])
-def test_any_choice_is_the_references(paged, kernel_device, topk, local):
+def test_any_choice_is_the_references(paged, kernel_device, monkeypatch, topk, local, is_wide):
+    from inference.kernels.index_select import decode_kernel
+
+    if is_wide:
+        monkeypatch.setattr(decode_kernel, "WIDE_TABLE", 4)
     case = decodes(paged, [90, 3, 17], page_size=4)
     index_q = case.randn(case.num_tokens, 4, 8)
     expected = reference.index_select(index_q, case.pages.index_pages, case.batch, topk, local)
@@ -193,7 +198,7 @@ def test_m3_decodes_choose_as_the_reference(paged, cuda, q_dtype, keys_dtype, qu
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys_dtype", [torch.bfloat16, FP8])
-@pytest.mark.parametrize("seq_len", [1, 128, 129, 131_072])
+@pytest.mark.parametrize("seq_len", [1, 128, 129, 131_072, 270_000])
 def test_a_single_m3_decode_chooses_as_the_reference(paged, cuda, keys_dtype, seq_len):
     case = decodes(paged, [seq_len], **M3).to(cuda)
     index_q = case.randn(1, 4, 128).to(cuda)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from inference.kernels.paged_attention import prefill_kernel, reference
-from inference.kernels.paged_attention.prefill_tiles import prefill_tiles
+from inference.kernels.paged_attention.prefill_tiles import START, prefill_tiles, spread
 
 SHAPES = [
     ([7], [7], 4),
@@ -79,6 +79,48 @@ def test_tiles_cover_the_prefills_with_the_longest_first(paged):
         [1, 1, 2, 0],
     ]
     assert tiles_X4.dtype == np.int32
+
+
+def work_of_programs(tiles_X4, num_heads, group, programs):
+    """Pages of each program, dealt out as `spread` says, item by item."""
+    together, longer = spread(tiles_X4, num_heads, group, 4, programs)
+    pages_X = -(-(tiles_X4[:, 2] + tiles_X4[:, 3]) // 4) + START
+    items = [
+        pages for _ in range(0, num_heads, together) for pages in pages_X for _ in range(together)
+    ]
+    rounds = len(items) // programs
+    shares = [(items, programs)]
+    if longer:
+        assert longer == len(items) % programs
+        cut = rounds * (programs - longer)
+        shares = [(items[:cut], programs - longer), (items[cut:], longer)]
+    work = []
+    for share, width in shares:
+        part = [0.0] * width
+        for i, pages in enumerate(share):
+            part[i % width if i // width % 2 == 0 else width - 1 - i % width] += pages
+        work += part
+    return work
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "num_heads", "group", "most"),
+    [
+        # Dealt out alike, the heads of a KV head together, the busiest has 1.08, 1.03, 1.013.
+        ([64], [64], 64, 16, 1.03),
+        ([64], [4096], 64, 16, 1.03),
+        ([64], [256], 64, 16, 1.01),
+    ],
+)
+def test_tiles_are_spread_evenly(paged, query_lens, seq_lens, num_heads, group, most):
+    tiles_X4 = prefill_tiles(paged(query_lens, seq_lens, 4).batch, 4)
+    work = work_of_programs(tiles_X4, num_heads, group, 33)
+    assert max(work) < most * sum(work) / len(work)
+
+
+def test_few_tiles_have_a_program_each(paged):
+    tiles_X4 = prefill_tiles(paged([12], [40], 4).batch, 4)
+    assert spread(tiles_X4, 2, 2, 4, 6) == (2, 0)
 
 
 M3_SHAPES = [

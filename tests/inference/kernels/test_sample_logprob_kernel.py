@@ -11,7 +11,7 @@ from torch import Tensor
 from inference.kernels.mix64 import GOLDEN, as_int64, mix64
 from inference.kernels.sample_logprob import SampledTokens, kernel, reference, sample_logprob
 
-VOCAB = 8500
+VOCAB = 2500
 """Three chunks, the last one partly empty."""
 
 
@@ -43,7 +43,7 @@ def assert_equal(found: SampledTokens, wanted: SampledTokens) -> None:
         )
 
 
-@pytest.mark.parametrize("vocab", [1, 127, 4096, VOCAB])
+@pytest.mark.parametrize("vocab", [1, 127, 1024, VOCAB])
 def test_the_kernel_is_the_reference(vocab, kernel_device):
     torch.manual_seed(vocab)
     logits = (torch.randn(9, vocab) * 3).to(kernel_device)
@@ -64,12 +64,14 @@ def test_many_draws_are_those_of_the_reference(kernel_device):
     assert_equal(draw(logits, **options), wanted)
 
 
-def test_equal_sums_go_to_the_lowest_id(kernel_device):
-    logits = torch.zeros(3, VOCAB, device=kernel_device)
-    # Id 4610 is in a later tile than 4200, but at a lower place of it.
-    logits[0, [4200, 4610, 8400]] = 2.0
-    logits[1, [5, 6, 8400]] = 2.0
-    assert draw(logits, temperature=0.0).ids_R.tolist() == [4200, 5, 0]
+@pytest.mark.parametrize(("temperature", "level"), [(0.0, 2.0), (1.0, 1e20)])
+def test_equal_sums_go_to_the_lowest_id(temperature, level, kernel_device):
+    """Sums of 1e20 are equal whatever the noise."""
+    logits = torch.zeros(2, VOCAB, device=kernel_device)
+    # Id 1154 is in a later tile than 1128, but at a lower place of it.
+    logits[0, [1128, 1154, 2400]] = level
+    logits[1, [5, 6, 2400]] = level
+    assert draw(logits, temperature=temperature).ids_R.tolist() == [1128, 5]
 
 
 def test_loose_bounds_open_as_many_groups_as_it_takes(kernel_device):
@@ -96,11 +98,11 @@ def test_near_ties_are_decided_by_the_fp64_sums(level, kernel_device):
 
 def test_minus_infinity_is_never_drawn_and_counts_as_not_finite(kernel_device):
     logits = torch.full((3, VOCAB), -torch.inf, device=kernel_device)
-    logits[:2, 8100] = 1.0
+    logits[:2, 2100] = 1.0
     logits[1, 40] = 1.0
     out = draw(logits[:2], seeds=4)
-    assert out.ids_R[0] == 8100
-    assert out.ids_R[1].item() in (40, 8100)
+    assert out.ids_R[0] == 2100
+    assert out.ids_R[1].item() in (40, 2100)
     assert out.logprobs_R.tolist() == pytest.approx([0.0, -0.6931472])
     assert out.is_finite_R.tolist() == [False, False]
     assert draw(logits[2:]).logprobs_R.isnan().all()
@@ -111,7 +113,7 @@ def test_a_row_that_is_not_finite_is_told_and_leaves_the_others_alone(bad, kerne
     logits = torch.randn(3, VOCAB, device=kernel_device)
     expected = draw(logits)
     assert expected.is_finite_R.all()
-    logits[1, 8450] = bad
+    logits[1, 2450] = bad
     out = draw(logits)
     assert out.is_finite_R.tolist() == [True, False, True]
     assert out.logprobs_R[1].isnan()
@@ -143,6 +145,15 @@ def test_cuts_are_those_of_the_reference(has_cuts, kernel_device):
     assert_equal(draw(logits, has_cuts, **options), wanted)
 
 
+@pytest.mark.parametrize("has_cuts", [False, True])
+def test_rows_may_lie_column_by_column(has_cuts, kernel_device):
+    logits = torch.randn(500, 3, device=kernel_device).T
+    options = {"top_k": 7} if has_cuts else {}
+    found = draw(logits, has_cuts, **options)
+    for mine, theirs in zip(found, draw(logits.contiguous(), has_cuts, **options), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_rows_may_lie_apart_and_no_rows_draw_nothing(kernel_device):
     wide = torch.randn(3, 700, device=kernel_device)
     wanted = draw(wide[:, :500].contiguous())
@@ -152,27 +163,10 @@ def test_rows_may_lie_apart_and_no_rows_draw_nothing(kernel_device):
 
 
 @triton.jit
-def _high_kernel(words_ptr, high_ptr, BLOCK: tl.constexpr):
-    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    high = kernel._mix64_high(tl.load(words_ptr + o).to(tl.uint64))
-    tl.store(high_ptr + o, high.to(tl.int64))
-
-
-@triton.jit
 def _bounds_kernel(x_ptr, high_ptr, bounds_ptr, scale, FAST: tl.constexpr, BLOCK: tl.constexpr):
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     high = tl.load(high_ptr + o).to(tl.uint32)
     tl.store(bounds_ptr + o, kernel._bounds(tl.load(x_ptr + o), scale, high, FAST) + 32.0)
-
-
-def test_the_upper_half_of_the_hash(kernel_device):
-    words = torch.arange(1, 4097, device=kernel_device) * as_int64(GOLDEN)
-    high = torch.empty_like(words)
-    _high_kernel[(4,)](words, high, BLOCK=1024)
-    wanted = mix64(words) >> 32 & 0xFFFFFFFF
-    is_upper = wanted >> 31
-    assert 0 < is_upper.sum() < 4096
-    assert torch.equal(high | is_upper, wanted | is_upper)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 7.0])
@@ -188,8 +182,7 @@ def test_bounds_are_above_the_sums_and_close_where_noise_is_large(temperature, k
     rest = ((1 << 53) - 1 - 2 * bits).double() * 2.0**-53
     exact = (x / temperature).double() - torch.log(-torch.log(rest))
     exact = exact.to(kernel_device) / math.log(2)
-    # The last bit may be wrong in the upper half: take the looser value.
-    high = (bits >> 20) | (bits >> 51)
+    high = bits >> 20
     found = torch.empty(len(bits), device=kernel_device)
     scale = (torch.tensor(math.log2(math.e)) / torch.tensor(temperature)).item()
     _bounds_kernel[(len(bits) // 1024,)](

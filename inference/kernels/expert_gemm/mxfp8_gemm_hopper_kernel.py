@@ -1,13 +1,12 @@
 """Grouped products with MXFP8 weights on Hopper: the weights are the operand in registers.
 
-A program takes tile after tile of 256 rows of weights and up to 128 tokens. One warp fetches
+A program takes tile after tile of 256 rows of weights and up to 160 tokens. One warp fetches
 through the copy engine; two warpgroups read bytes of weights, widen them to BF16 exactly and hand
-them to the tensor cores as their left operand (`mxfp8_operands_kernel.py`), while the other's
-products run. The tokens are the right operand, from shared memory: a tile of 32 costs the tensor
-cores a quarter of one of 128.
+them to the tensor cores as their left operand (`mxfp8_operands_kernel.py`), while the products
+before run. The tokens are the right operand, from shared memory: a tile of 32 costs the tensor
+cores a quarter of one of 128. An expert's last tile may have a tail of 32 more, a second product
+with the same widened weights: hardly an expert has a few tokens left that fetch them again.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -25,18 +24,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference.kernels.expert_gemm.align_kernel import Plan
+from inference.kernels.expert_gemm.mxfp8_config import Config
+from inference.kernels.expert_gemm.mxfp8_finish_kernel import finish
 from inference.kernels.expert_gemm.mxfp8_operands_kernel import (
+    BOX,
     CHUNK,
     ROWS,
+    half_of,
     scales,
-    store_ordered,
     widened,
 )
 from inference.kernels.hardware import num_multiprocessors
 from inference.kernels.mxfp8 import MXFP8Tensor
 
-BOX = gl.constexpr(32)
-"""Tokens that are fetched together, and the shortest tile."""
 REGISTERS = (240, 24)
 """Of a thread of the second warpgroup and of the warp that fetches."""
 W_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -49,23 +49,6 @@ GROUP = 8
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _Shared = gl.shared_memory_descriptor
 _reinterpret = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
-
-
-class Config(NamedTuple):
-    """How many tokens a tile has at most, and how many steps are on their way."""
-
-    tokens: int
-    """32, 64 or 128."""
-    stages: int
-
-
-def config_of(rows: float) -> Config:
-    """For `rows` tokens of an expert on average: few get more than a tile holds."""
-    if rows <= 20:
-        return Config(32, 5)
-    if rows <= 44:
-        return Config(64, 4)
-    return Config(128, 3)
 
 
 @gluon.jit
@@ -101,17 +84,18 @@ def _num_tiles_m(plan_ptr, num_tokens, MAX_TOKENS: gl.constexpr):
 
 @gluon.jit
 def _class(num_rows, BOXES: gl.constexpr):
-    """1, 2 or 4 boxes of tokens."""
+    """1, 2 or 4 boxes of tokens, and whether there is a tail."""
     num_boxes = gl.where(num_rows <= 2 * BOX, gl.where(num_rows <= BOX, 1, 2), 4)
-    return gl.minimum(num_boxes, BOXES)
+    return gl.minimum(num_boxes, BOXES), num_rows > BOXES * BOX
 
 
 @gluon.jit
 def _produce(
     x_desc, w_desc, ring, plan_ptr, num_tokens, num_n, group, NUM_ROWS: gl.constexpr,
     SIZE: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_PART: gl.constexpr,
+    HAS_TAIL: gl.constexpr,
 ):  # fmt: skip
-    x_boxes, w_tiles, full, empty = ring
+    x_boxes, tails, w_tiles, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     BOXES: gl.constexpr = x_boxes.shape[0] // STAGES // 2
     num_m = _num_tiles_m(plan_ptr, num_tokens, BOXES * BOX)
@@ -119,109 +103,118 @@ def _produce(
     for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         i_m, i_n = _tile_of(tile, num_m, num_n, group)
         expert, first, end = _tokens_of(plan_ptr, i_m, num_tokens, BOXES * BOX)
-        num_boxes = _class(end - first, BOXES)
+        num_boxes, is_more = _class(end - first, BOXES)
         row = expert * NUM_ROWS + i_n * STRIDE_N
         for k in range(0, SIZE, CHUNK):
             stage = i_use % STAGES
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), ((i_use // STAGES) & 1) ^ 1)
+            # A number of bytes is a constant.
             for log in gl.static_range(3):
                 if (1 << log) <= BOXES:
-                    is_so = num_boxes == (1 << log)
+                    is_so = (num_boxes == (1 << log)) & (is_more == 0)
                     mbarrier.expect(bar, (4 * ROWS + 2 * (BOX << log)) * CHUNK, pred=is_so)
+            if HAS_TAIL:
+                mbarrier.expect(bar, (4 * ROWS + 2 * BOX * (BOXES + 1)) * CHUNK, pred=is_more)
             for part in gl.static_range(2):
                 w_tile = w_tiles.index(stage * 2 + part)
                 _load(w_desc, [row + part * STRIDE_PART, k], bar, w_tile)
             # The halves of the columns lie behind each other, of as many boxes as there are.
-            for i in gl.static_range(BOXES):
-                for half in gl.static_range(2):
+            for half in gl.static_range(2):
+                column = k + half * (CHUNK // 2)
+                for i in gl.static_range(BOXES):
                     x_box = x_boxes.index(stage * (2 * BOXES) + half * num_boxes + i)
-                    place = [first + i * BOX, k + half * (CHUNK // 2)]
+                    place = [first + i * BOX, column]
                     _load(x_desc, place, bar, x_box, pred=i < num_boxes)
+                if HAS_TAIL:
+                    tail = tails.index(stage * 2 + half)
+                    _load(x_desc, [first + BOXES * BOX, column], bar, tail, pred=is_more)
             i_use += 1
+
+
+@gluon.jit
+def _multiply(b_w, ring, i_x, i_tail, b_accs, HAS_TAIL: gl.constexpr):
+    """Begin to add half a step of a block, and wait for what began before.
+
+    `b_accs`: of the tokens, of the tail, and of both the other block's.
+    """
+    x_tiles, tails = ring
+    b_acc, b_tail, b_other, b_other_tail = b_accs
+    b_acc = warpgroup_mma(b_w, x_tiles.index(i_x).permute((1, 0)), b_acc, is_async=True)
+    if HAS_TAIL:
+        b_x = tails.index(i_tail).permute((1, 0))
+        b_tail = warpgroup_mma(b_w, b_x, b_tail, is_async=True)
+    return _wait(1, (b_acc, b_tail, b_other, b_other_tail), HAS_TAIL)
+
+
+@gluon.jit
+def _wait(num_outstanding: gl.constexpr, b_accs, HAS_TAIL: gl.constexpr):
+    b_0, b_tail_0, b_1, b_tail_1 = b_accs
+    if HAS_TAIL:
+        b_0, b_tail_0, b_1, b_tail_1 = warpgroup_mma_wait(2 * num_outstanding, deps=b_accs)
+    else:
+        b_0, b_1 = warpgroup_mma_wait(num_outstanding, deps=(b_0, b_1))
+    return b_0, b_tail_0, b_1, b_tail_1
 
 
 @gluon.jit
 def _products(
     w: gl.constexpr, ring, p_scale, i_use, row, num_rows, TOKENS: gl.constexpr, SIZE: gl.constexpr,
-    STRIDE_PART: gl.constexpr, HAS_EDGE: gl.constexpr,
+    STRIDE_PART: gl.constexpr, HAS_EDGE: gl.constexpr, HAS_TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Two blocks of rows of weights times the tokens of a tile, [rows, tokens] each."""
-    x_boxes, w_tiles, full, empty = ring
+    """Two blocks of rows of weights times the tokens of a tile and times its tail."""
+    x_boxes, tails, w_tiles, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
-    PER_STAGE: gl.constexpr = x_boxes.shape[0] // (TOKENS // BOX * 2) // STAGES
-    shape: gl.constexpr = [STAGES * PER_STAGE, TOKENS, CHUNK]
+    PER_STAGE: gl.constexpr = x_boxes.shape[0] // (TOKENS // BOX) // STAGES
+    shape: gl.constexpr = [STAGES * PER_STAGE, TOKENS, CHUNK // 2]
     x_tiles = _reinterpret(x_boxes, x_boxes.dtype, shape, X_LAYOUT)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     b_0 = gl.zeros([ROWS, TOKENS], gl.float32, mma)
     b_1 = gl.zeros([ROWS, TOKENS], gl.float32, mma)
+    tail_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 16])
+    b_tail_0 = gl.zeros([ROWS, BOX], gl.float32, tail_mma)
+    b_tail_1 = gl.zeros([ROWS, BOX], gl.float32, tail_mma)
     b_scale_0 = scales(p_scale, row, num_rows, 0, ROWS, SIZE, HAS_EDGE)
     b_scale_1 = scales(p_scale, row + STRIDE_PART, num_rows, 0, ROWS, SIZE, HAS_EDGE)
+    stage = i_use % STAGES
+    mbarrier.wait(full.index(stage), (i_use // STAGES) & 1)
+    b_w = widened(half_of(w_tiles.index(stage * 4 + w), 0), b_scale_0, mma)
     for k in range(0, SIZE, CHUNK):
-        stage = i_use % STAGES
-        mbarrier.wait(full.index(stage), (i_use // STAGES) & 1)
-        b_x = x_tiles.index(stage * PER_STAGE).permute((1, 0))
-        b_w0 = widened(w_tiles.index(stage * 4 + w), b_scale_0, mma)
-        b_0 = warpgroup_mma(b_w0, b_x, b_0, is_async=True)
-        b_w1 = widened(w_tiles.index(stage * 4 + 2 + w), b_scale_1, mma)
-        b_1 = warpgroup_mma(b_w1, b_x, b_1, is_async=True)
         # Those of the next step; of the last one again.
         p_scale += gl.where(k + CHUNK < SIZE, CHUNK // 32, 0)
-        b_scale_0 = scales(p_scale, row, num_rows, 0, ROWS, SIZE, HAS_EDGE)
-        b_scale_1 = scales(p_scale, row + STRIDE_PART, num_rows, 0, ROWS, SIZE, HAS_EDGE)
-        b_0, b_1 = warpgroup_mma_wait(0, deps=(b_0, b_1))
-        mbarrier.arrive(empty.index(stage))
+        b_scale_next = scales(p_scale, row, num_rows, 0, ROWS, SIZE, HAS_EDGE)
+        b_scale_next_1 = scales(p_scale, row + STRIDE_PART, num_rows, 0, ROWS, SIZE, HAS_EDGE)
+        w_0 = w_tiles.index(stage * 4 + w)
+        w_1 = w_tiles.index(stage * 4 + 2 + w)
+        i_x = stage * PER_STAGE
+        i_tail = stage * 2
+        # Half a block is widened while the half before is multiplied.
+        b_0, b_tail_0, b_1, b_tail_1 = _multiply(
+            b_w, (x_tiles, tails), i_x, i_tail, (b_0, b_tail_0, b_1, b_tail_1), HAS_TAIL
+        )
+        b_w = widened(half_of(w_0, 1), b_scale_0, mma)
+        b_0, b_tail_0, b_1, b_tail_1 = _multiply(
+            b_w, (x_tiles, tails), i_x + 1, i_tail + 1, (b_0, b_tail_0, b_1, b_tail_1), HAS_TAIL
+        )
+        b_w = widened(half_of(w_1, 0), b_scale_1, mma)
+        b_1, b_tail_1, b_0, b_tail_0 = _multiply(
+            b_w, (x_tiles, tails), i_x, i_tail, (b_1, b_tail_1, b_0, b_tail_0), HAS_TAIL
+        )
+        b_w = widened(half_of(w_1, 1), b_scale_1, mma)
+        b_1, b_tail_1, b_0, b_tail_0 = _multiply(
+            b_w, (x_tiles, tails), i_x + 1, i_tail + 1, (b_1, b_tail_1, b_0, b_tail_0), HAS_TAIL
+        )
+        # Of the next step; nothing comes of it after the last one.
         i_use += 1
-    return b_0, b_1
-
-
-@gluon.jit
-def _store(
-    out_ptr, b_out, weights_ptr, p_order, row, num_rows, first, end, stride_out,
-    HAS_EDGE: gl.constexpr,
-):  # fmt: skip
-    """Columns `row`.. of tokens `first`.., or of the pairs that stand there times their weights."""
-    TOKENS: gl.constexpr = b_out.shape[1]
-    if TOKENS > 32:
-        # Registers for the addresses of a few tokens only.
-        b_low, b_high = gl.split(b_out.reshape([ROWS, 2, TOKENS // 2]).permute((0, 2, 1)))
-        mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS // 2, 16])
-        b_low = gl.convert_layout(b_low, mma, assert_trivial=True)
-        b_high = gl.convert_layout(b_high, mma, assert_trivial=True)
-        _store(
-            out_ptr, b_low, weights_ptr, p_order, row, num_rows, first, end, stride_out, HAS_EDGE
-        )
-        first += TOKENS // 2
-        _store(
-            out_ptr, b_high, weights_ptr, p_order, row, num_rows, first, end, stride_out, HAS_EDGE
-        )
-    else:
-        layout: gl.constexpr = b_out.type.layout
-        o_m = first + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
-        m_m = o_m < end
-        if weights_ptr is not None:
-            o_m = gl.load(p_order + o_m, mask=m_m, other=0)
-            b_out *= gl.load(weights_ptr + o_m, mask=m_m, other=0.0)[None, :]
-        b_out = b_out.to(out_ptr.dtype.element_ty)
-        if out_ptr.dtype.element_ty.primitive_bitwidth == 16:
-            wide: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-            b_out = gl.convert_layout(b_out, wide)
-            o_m = gl.convert_layout(o_m, gl.SliceLayout(0, wide))
-            m_m = gl.convert_layout(m_m, gl.SliceLayout(0, wide))
-        o_row = row + gl.arange(0, ROWS, gl.SliceLayout(1, b_out.type.layout))
-        m_out = m_m[None, :]
-        if HAS_EDGE:
-            m_out = m_out & (o_row < num_rows)[:, None]
-        p_out = out_ptr + o_m.to(gl.int64)[None, :] * stride_out + o_row[:, None]
-        gl.store(p_out, b_out, mask=m_out)
-
-
-@gluon.jit
-def _swiglu(b_gate, b_up, act):
-    alpha, limit, beta = act
-    b_gate = gl.minimum(b_gate, limit)
-    b_up = gl.minimum(gl.maximum(b_up, -limit), limit)
-    return b_gate / (1.0 + gl.exp(-alpha * b_gate)) * (b_up + beta)
+        next_stage = i_use % STAGES
+        mbarrier.wait(full.index(next_stage), (i_use // STAGES) & 1, pred=k + CHUNK < SIZE)
+        b_scale_0 = b_scale_next
+        b_scale_1 = b_scale_next_1
+        b_w = widened(half_of(w_tiles.index(next_stage * 4 + w), 0), b_scale_0, mma)
+        b_0, b_tail_0, b_1, b_tail_1 = _wait(0, (b_0, b_tail_0, b_1, b_tail_1), HAS_TAIL)
+        mbarrier.arrive(empty.index(stage))
+        stage = next_stage
+    return b_0, b_1, b_tail_0, b_tail_1
 
 
 @gluon.jit
@@ -229,23 +222,21 @@ def _consume_tile(
     w: gl.constexpr, out_ptr, weights_ptr, p_order, p_scale, ring, i_use, row, first, end,
     stride_out, act, TOKENS: gl.constexpr, NUM_ROWS: gl.constexpr, SIZE: gl.constexpr,
     STRIDE_PART: gl.constexpr, IS_SWIGLU: gl.constexpr, IS_ORDERED: gl.constexpr,
+    HAS_TAIL: gl.constexpr,
 ):  # fmt: skip
     HAS_EDGE: gl.constexpr = NUM_ROWS % (4 * ROWS) != 0
-    b_0, b_1 = _products(
-        w, ring, p_scale, i_use, row, NUM_ROWS, TOKENS, SIZE, STRIDE_PART, HAS_EDGE
+    b_0, b_1, b_tail_0, b_tail_1 = _products(
+        w, ring, p_scale, i_use, row, NUM_ROWS, TOKENS, SIZE, STRIDE_PART, HAS_EDGE, HAS_TAIL
     )
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
-    if IS_SWIGLU and IS_ORDERED:
-        b_h = _swiglu(b_0, b_1, act).to(dtype)
-        store_ordered(out_ptr, b_h, row, first, end, STRIDE_PART)
-    elif IS_SWIGLU:
-        # Rounded before, as in a dense MLP.
-        b_h = _swiglu(b_0.to(dtype).to(gl.float32), b_1.to(dtype).to(gl.float32), act)
-        _store(out_ptr, b_h, weights_ptr, p_order, row, NUM_ROWS, first, end, stride_out, False)
-    else:
-        _store(out_ptr, b_0, weights_ptr, p_order, row, NUM_ROWS, first, end, stride_out, HAS_EDGE)
-        row += STRIDE_PART
-        _store(out_ptr, b_1, weights_ptr, p_order, row, NUM_ROWS, first, end, stride_out, HAS_EDGE)
+    finish(
+        b_0, b_1, out_ptr, weights_ptr, p_order, row, first, end, stride_out, act, NUM_ROWS,
+        STRIDE_PART, IS_SWIGLU, IS_ORDERED,
+    )  # fmt: skip
+    if HAS_TAIL:
+        finish(
+            b_tail_0, b_tail_1, out_ptr, weights_ptr, p_order, row, first + TOKENS, end, stride_out,
+            act, NUM_ROWS, STRIDE_PART, IS_SWIGLU, IS_ORDERED,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -253,9 +244,9 @@ def _consume(
     w: gl.constexpr, out_ptr, weights_ptr, scale_ptr, plan_ptr, order_start, ring, num_tokens,
     num_n, group, stride_out, act, NUM_ROWS: gl.constexpr, SIZE: gl.constexpr,
     STRIDE_N: gl.constexpr, STRIDE_PART: gl.constexpr, IS_SWIGLU: gl.constexpr,
-    IS_ORDERED: gl.constexpr,
+    IS_ORDERED: gl.constexpr, HAS_TAIL: gl.constexpr,
 ):  # fmt: skip
-    BOXES: gl.constexpr = ring[0].shape[0] // ring[2].shape[0] // 2
+    BOXES: gl.constexpr = ring[0].shape[0] // ring[3].shape[0] // 2
     num_m = _num_tiles_m(plan_ptr, num_tokens, BOXES * BOX)
     p_order = plan_ptr
     if plan_ptr is not None:
@@ -264,17 +255,24 @@ def _consume(
     for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         i_m, i_n = _tile_of(tile, num_m, num_n, group)
         expert, first, end = _tokens_of(plan_ptr, i_m, num_tokens, BOXES * BOX)
-        num_boxes = _class(end - first, BOXES)
+        num_boxes, is_more = _class(end - first, BOXES)
         row = i_n * STRIDE_N + w * ROWS
         p_scale = scale_ptr + expert.to(gl.int64) * (NUM_ROWS * (SIZE // 32))
         for log in gl.static_range(3):
             if (1 << log) <= BOXES:  # noqa: SIM102
-                if num_boxes == (1 << log):
+                if (num_boxes == (1 << log)) & (is_more == 0):
                     _consume_tile(
                         w, out_ptr, weights_ptr, p_order, p_scale, ring, i_use, row, first, end,
                         stride_out, act, BOX << log, NUM_ROWS, SIZE, STRIDE_PART, IS_SWIGLU,
-                        IS_ORDERED,
+                        IS_ORDERED, False,
                     )  # fmt: skip
+        if HAS_TAIL:  # noqa: SIM102
+            if is_more:
+                _consume_tile(
+                    w, out_ptr, weights_ptr, p_order, p_scale, ring, i_use, row, first, end,
+                    stride_out, act, BOX * BOXES, NUM_ROWS, SIZE, STRIDE_PART, IS_SWIGLU,
+                    IS_ORDERED, True,
+                )  # fmt: skip
         i_use += SIZE // CHUNK
 
 
@@ -283,7 +281,7 @@ def product_kernel(
     x_desc, w_desc, scale_ptr, out_ptr, weights_ptr, plan_ptr, order_start, num_tokens, group,
     stride_out, alpha, limit, beta, NUM_ROWS: gl.constexpr, SIZE: gl.constexpr,
     TOKENS: gl.constexpr, STAGES: gl.constexpr, IS_SWIGLU: gl.constexpr,
-    IS_ORDERED: gl.constexpr, REGISTERS: gl.constexpr,
+    IS_ORDERED: gl.constexpr, HAS_TAIL: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Rows of `w_desc`, NUM_ROWS an expert, times the tokens that are an expert's by the plan.
 
@@ -301,24 +299,27 @@ def product_kernel(
     x_boxes = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES * (TOKENS // BOX) * 2, BOX, CHUNK // 2], X_LAYOUT
     )
+    num_tails: gl.constexpr = STAGES * 2 if HAS_TAIL else 1
+    tails = gl.allocate_shared_memory(x_desc.dtype, [num_tails, BOX, CHUNK // 2], X_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    ring = x_boxes, w_tiles, full, empty
+    ring = x_boxes, tails, w_tiles, full, empty
     act = alpha, limit, beta
     gl.warp_specialize(
         [
             (_consume, (0, out_ptr, weights_ptr, scale_ptr, plan_ptr, order_start, ring, num_tokens,
                         num_n, group, stride_out, act, NUM_ROWS, SIZE, STRIDE_N, STRIDE_PART,
-                        IS_SWIGLU, IS_ORDERED)),
+                        IS_SWIGLU, IS_ORDERED, HAS_TAIL)),
             (_consume, (1, out_ptr, weights_ptr, scale_ptr, plan_ptr, order_start, ring, num_tokens,
                         num_n, group, stride_out, act, NUM_ROWS, SIZE, STRIDE_N, STRIDE_PART,
-                        IS_SWIGLU, IS_ORDERED)),
-            (_produce, (x_desc, w_desc, (x_boxes, w_pairs, full, empty), plan_ptr, num_tokens,
-                        num_n, group, NUM_ROWS, SIZE, STRIDE_N, STRIDE_PART)),
+                        IS_SWIGLU, IS_ORDERED, HAS_TAIL)),
+            (_produce, (x_desc, w_desc, (x_boxes, tails, w_pairs, full, empty), plan_ptr,
+                        num_tokens, num_n, group, NUM_ROWS, SIZE, STRIDE_N, STRIDE_PART,
+                        HAS_TAIL)),
         ],
         [4, 1],
         REGISTERS,
@@ -356,7 +357,7 @@ def product(
         x_XX: [rows, X] from `ordered`, or the output of a product with `is_ordered`.
         weight: [E, Y, X]; [Y, X] without a plan.
         out_XY: BF16 or FP32; [rows, Y], or [rows, Y / 2] with `act`.
-        plan: of tiles of `config.tokens`; None: all rows are the only expert's.
+        plan: of tiles and tails as in `config`; None: all rows are the only expert's.
         weights_TA: FP32: rows leave in the order of pairs, times their weights.
         act: (alpha, limit, beta) of swiglu_oai; gates are the first half of the rows.
         is_ordered: columns of the output are in the order of a right operand.
@@ -387,6 +388,7 @@ def product(
         STAGES=config.stages,
         IS_SWIGLU=act is not None,
         IS_ORDERED=is_ordered,
+        HAS_TAIL=config.has_tail,
         REGISTERS=REGISTERS,
         num_warps=4,
         launch_pdl=True,

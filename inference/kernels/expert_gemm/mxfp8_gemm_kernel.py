@@ -12,6 +12,7 @@ from torch import Tensor
 
 from inference.kernels.expert_gemm.align_kernel import Plan, align
 from inference.kernels.expert_gemm.kernel import combine, shared_mlp
+from inference.kernels.expert_gemm.mxfp8_config import config_of
 from inference.kernels.hardware import USE_PDL, is_hopper, num_multiprocessors
 from inference.kernels.linear.mxfp8_kernel import linear, widened
 from inference.kernels.mxfp8 import MXFP8Tensor
@@ -143,8 +144,8 @@ def _products_on_hopper(
 
     num_experts, hidden, width = w2.shape
     num_pairs = ids_TA.numel()
-    config = hopper.config_of(num_pairs / (num_routed or num_experts))
-    plan = align(ids_TA, num_experts, config.tokens, use_pdl=True)
+    config = config_of(num_pairs / (num_routed or num_experts))
+    plan = align(ids_TA, num_experts, config.tokens, config.tail_rows, use_pdl=True)
     x_XC = ordered(x_TC, plan, ids_TA, use_pdl=True)
     h_XI = x_TC.new_empty(num_pairs, width)
     hopper.product(x_XC, w13, h_XI, config, plan, act=act, is_ordered=True)

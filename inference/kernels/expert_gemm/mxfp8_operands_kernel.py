@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from inference.kernels.expert_gemm import mxfp8_config as config
 from inference.kernels.expert_gemm.align_kernel import Plan
 
 CHUNK = gl.constexpr(128)
@@ -26,29 +27,31 @@ CHUNK = gl.constexpr(128)
 ROWS = gl.constexpr(64)
 """Of a block of weights; a warpgroup has two, a program four."""
 
+BOX = gl.constexpr(config.BOX)
+
 _WIDEN = gl.constexpr("""{
 .reg .b32 odd, even, sign;
-shl.b32 even, $2, 4;
-and.b32 even, even, 0x07f007f0;
-shl.b32 sign, $2, 8;
-lop3.b32 even, sign, 0x80008000, even, 0xea;
-mul.rn.bf16x2 $0, even, $3;
+and.b32 sign, $2, 0x80808080;
 shr.u32 odd, $2, 4;
-and.b32 odd, odd, 0x07f007f0;
-lop3.b32 odd, $2, 0x80008000, odd, 0xea;
+lop3.b32 odd, odd, sign, 0x07f007f0, 0xe4;
 mul.rn.bf16x2 $1, odd, $3;
+shl.b32 even, $2, 4;
+shl.b32 sign, sign, 8;
+lop3.b32 even, even, sign, 0x07f007f0, 0xe4;
+mul.rn.bf16x2 $0, even, $3;
 }""")
 
 
 @gluon.constexpr_function
-def _bytes_layout():
+def _bytes_layout(width=32):
     """[rows, 4 blocks, 32 columns]: a thread has a block of each of two rows, 8 rows apart."""
+    columns = [[0, 0, 1 << bit] for bit in range(width.bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [8, 0, 0]],
+        reg_bases=[*columns, [8, 0, 0]],
         lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         warp_bases=[[16, 0, 0], [32, 0, 0]],
         block_bases=[],
-        shape=[64, 4, 32],
+        shape=[64, 4, width],
     )
 
 
@@ -83,39 +86,38 @@ def scales(
 
 
 @gluon.jit
-def widened(w_tile, b_scale, mma: gl.constexpr):
+def bytes_of(w_tile):
+    """[rows, 4 blocks, 32 columns] of bytes from shared memory, a block a thread."""
+    b_bytes = w_tile.load(_flat_bytes_layout()).reshape([ROWS, 4, 32])
+    return gl.convert_layout(b_bytes, _bytes_layout(), assert_trivial=True)
+
+
+@gluon.jit
+def half_of(w_tile, half: gl.constexpr):
+    """[rows, 4 blocks, 16 columns]: in the other order the first or the last half of all."""
+    b_bytes = bytes_of(w_tile).reshape([ROWS, 4, 2, 16]).permute((0, 1, 3, 2))
+    return gl.split(b_bytes)[half]
+
+
+@gluon.jit
+def widened(b_bytes, b_scale, mma: gl.constexpr):
     """[rows, columns] BF16 as the left operand of a product, columns in the other order.
 
-    Of bytes in shared memory and the scale bytes from `scales`.
+    Of bytes from `bytes_of` or `half_of` and the scale bytes from `scales`.
     """
-    layout: gl.constexpr = _bytes_layout()
-    b_bytes = w_tile.load(_flat_bytes_layout()).reshape([ROWS, 4, 32])
+    WIDTH: gl.constexpr = b_bytes.shape[2]
+    layout: gl.constexpr = _bytes_layout(WIDTH)
     b_bytes = gl.convert_layout(b_bytes, layout, assert_trivial=True)
+    b_scale = gl.convert_layout(b_scale, gl.SliceLayout(2, layout), assert_trivial=True)
     # [rows, 4]: 2^(scale - 7), that is 2^(scale - 127) · 2^120, in both halves.
     b_power = ((b_scale.to(gl.int32) + 120) << 7) * 0x10001
     b_power, b_bytes = gl.broadcast(gl.expand_dims(b_power, 2), b_bytes)
     b_w = gl.inline_asm_elementwise(
         _WIDEN, "=r,=r,r,r,r,r,r", [b_bytes, b_power], dtype=gl.bfloat16, is_pure=True, pack=4
     )
-    b_w = b_w.reshape([ROWS, 4, 8, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([ROWS, CHUNK])
+    b_w = b_w.reshape([ROWS, 4, WIDTH // 4, 2, 2]).permute((0, 2, 3, 1, 4))
+    b_w = b_w.reshape([ROWS, 4 * WIDTH])
     return gl.convert_layout(b_w, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
-
-
-@gluon.jit
-def store_ordered(out_ptr, b_out, row, first, end, NUM_COLUMNS: gl.constexpr):
-    """Write [64 columns from `row`, tokens from `first`] of a right operand, in its order."""
-    TOKENS: gl.constexpr = b_out.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 4, 1], [16, 1, 2], [1, 1, 4], [1, 0, 2])
-    # t j e h -> j h, t e
-    b_out = b_out.reshape([2, 8, 2, 2, TOKENS]).permute((1, 3, 0, 2, 4)).reshape([16, 4, TOKENS])
-    b_out = gl.convert_layout(b_out, layout)
-    o_piece = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    o_place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    o_m = first + gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    p_out = out_ptr + row // CHUNK * CHUNK + row % CHUNK // 16
-    p_out = p_out + o_piece[:, None, None] * 8 + o_place[None, :, None]
-    p_out = p_out + o_m.to(gl.int64)[None, None, :] * NUM_COLUMNS
-    gl.store(p_out, b_out, mask=(o_m < end)[None, None, :])
 
 
 @triton.jit(do_not_specialize=["order_start", "num_rows"])

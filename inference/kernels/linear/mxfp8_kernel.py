@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from inference.kernels.expert_gemm.mxfp8_config import dense_config_of
 from inference.kernels.hardware import USE_PDL, is_hopper
 from inference.kernels.mxfp8 import MXFP8Tensor
 
@@ -108,7 +109,7 @@ def linear(
                 from inference.kernels.linear.mxfp8_hopper_kernel import stream
 
                 return stream(x_TX, weight, y_TY, swiglu)
-            config = hopper.config_of(num_tokens)
+            config = dense_config_of(num_tokens, weight.shape[0], x_TX.device)
             x_TX = ordered(x_TX, use_pdl=USE_PDL)
             return hopper.product(x_TX, weight, y_TY, config, act=swiglu)
     return _linear(x_TX, weight, y_TY, swiglu)

@@ -126,12 +126,13 @@ def test_right_operands_are_sorted_as_the_plan_is(kernel_device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_experts", [4, 16])
-@pytest.mark.parametrize("num_tokens", [1, 33, 129, 300, 1030])
+@pytest.mark.parametrize("num_tokens", [1, 33, 129, 240, 300, 1030])
 @pytest.mark.parametrize(("hidden", "width"), [(512, 384), (640, 128)])
 def test_bf16_equals_the_reference(cuda, num_tokens, num_experts, hidden, width):
     """BF16 rounds the activation between the products and the result: 2^-9 each.
 
-    Tiles of 32, 64 and 128 tokens, experts of several tiles, rows that do not fill a program's.
+    Tiles of 32, 64 and 128 tokens with and without a tail, experts of several tiles, rows that do
+    not fill a program's.
     """
     case = make(num_tokens, 4, num_experts, hidden, width, torch.bfloat16, drop=0.2)
     shared = make_weight(2 * 256, hidden, seed=7), make_weight(hidden, 256, seed=8)
@@ -139,7 +140,7 @@ def test_bf16_equals_the_reference(cuda, num_tokens, num_experts, hidden, width)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_routed", [8, 32, 256])
+@pytest.mark.parametrize("num_routed", [8, 16, 32, 256])
 def test_all_tile_lengths_give_the_same(cuda, num_routed):
     """How the work is cut depends on `num_routed`, what is computed does not."""
     case = make(256, 4, 8, 512, 256, torch.bfloat16)

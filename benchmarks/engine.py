@@ -1,4 +1,5 @@
 """python -m benchmarks.engine [--peer vllm --peer-site DIR] [--slices layers6 rank] [--profile]
+                               [--quantization mxfp8]
 
 Decode steps and prefills of the runtime on two slices of M3, on one GPU, beside vLLM on the same
 slices in the same command (in processes of its own, one after the other).
@@ -27,7 +28,7 @@ from benchmarks.gpu_trace import trace_steps
 from benchmarks.kernels.harness import floor_us
 from benchmarks.record import RESULTS, write_record
 from benchmarks.teacher_forcing import decode_against_prefill
-from inference.config import EngineConfig, ModelConfig
+from inference.config import QUANTIZATIONS, EngineConfig, ModelConfig
 from inference.engine import Engine, Request, SamplingParams
 from inference.models.weights import published_tensors
 
@@ -36,15 +37,19 @@ AGREEMENT = 0.1
 
 
 class M3Driver:
-    """The bundled runtime with random weights of a realistic size."""
+    """The bundled runtime with random weights of a realistic size.
 
-    def __init__(self, num_experts: int) -> None:
+    BF16 ones, which the engine itself quantises as `quantization` says.
+    """
+
+    def __init__(self, num_experts: int, quantization: str = "none") -> None:
         self.config = ModelConfig.from_dict(slices.slice_config(num_experts), source="slice")
         self.engine = Engine(
             self.config,
             EngineConfig(
                 dtype="bfloat16",
                 device="cuda",
+                quantization=quantization,
                 num_pages=5200,
                 max_model_len=slices.MAX_LEN,
                 max_running_requests=128,
@@ -104,31 +109,36 @@ def random_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
 
 
 class Recorder:
-    """One record a case, with the peer's time where it has one."""
+    """One record a case of a slice, with the peer's time where it has one."""
 
-    def __init__(self, results: Path, peer_us: dict[str, list[float]], error: float) -> None:
+    def __init__(
+        self,
+        results: Path,
+        slice_name: str,
+        quantization: str,
+        peer_us: dict[str, list[float]],
+        error: float,
+    ) -> None:
         self._results, self._peer_us, self._error = results, peer_us, error
+        self._title = slice_name if quantization == "none" else f"{slice_name} {quantization}"
+        self._quantization = quantization
 
     def __call__(
         self,
         case: str,
         times: slices.StepTimes,
-        *,
-        slice_name: str,
+        value: dict[str, float],
         floor: float | None = None,
-        value: dict[str, float] | None = None,
     ) -> None:
-        fields: dict[str, object] = {}
+        fields: dict[str, object] = {"value": value}
         if floor is not None:
             fields["floor_us"] = floor
         if case in self._peer_us:
             fields |= {"peer": "vllm", "peer_us": statistics.median(self._peer_us[case])}
-        if value is not None:
-            fields["value"] = value
         p10, p90 = times.quantiles if len(times.us) > 1 else (times.median, times.median)
         record = write_record(
             "engine",
-            f"{slice_name} {case}",
+            f"{self._title} {case}",
             results=self._results,
             us=times.median,
             p10=p10,
@@ -142,6 +152,14 @@ class Recorder:
         }
         print(record["case"], json.dumps(shown), flush=True)
 
+    def floor(self, batch: int, ctx: int, experts_hit: float, num_shared: int = 0) -> float:
+        """Microseconds that a decode step's bytes take at least, see `slices.decode_bytes`."""
+        return floor_us(
+            slices.decode_bytes(
+                batch, ctx, experts_hit, num_shared=num_shared, quantization=self._quantization
+            )
+        )
+
 
 def run_layers6(driver: M3Driver, record: Recorder, profile: bool) -> None:
     for batch, ctx in slices.DECODES:
@@ -153,15 +171,16 @@ def run_layers6(driver: M3Driver, record: Recorder, profile: bool) -> None:
             value["experts_hit"] = driver.experts_hit()
 
         times = slices.time_decode(driver, requests, trace)
-        floor = floor_us(slices.decode_bytes(batch, ctx, value["experts_hit"]))
-        record(f"b{batch}@{ctx}", times, slice_name="layers6", floor=floor, value=value)
+        record(
+            f"b{batch}@{ctx}", times, value, floor=record.floor(batch, ctx, value["experts_hit"])
+        )
 
 
 def run_rank(driver: M3Driver, record: Recorder, profile: bool) -> None:
     for count, length in slices.PREFILLS:
         times = slices.time_prefill(driver, count, length, 1 if length > 100_000 else 3)
         value = {"tokens_per_s": 1e6 * count * length / times.median}
-        record(f"prefill {count}x{length}", times, slice_name="rank", value=value)
+        record(f"prefill {count}x{length}", times, value)
         if profile:
             for prompt in slices.prompts(count, length, seed=length):
                 driver.add(prompt, None, 4)
@@ -180,10 +199,9 @@ def run_rank(driver: M3Driver, record: Recorder, profile: bool) -> None:
             value["experts_hit"] = driver.experts_hit()
 
         times = slices.time_decode(driver, requests, trace)
-        num_bytes = slices.decode_bytes(groups * size, ctx, value["experts_hit"], num_shared=size)
-        floor = floor_us(num_bytes)
         value["tokens_per_s"] = 1e6 * groups * size / times.median
-        record(name, times, slice_name="rank", floor=floor, value=value)
+        floor = record.floor(groups * size, ctx, value["experts_hit"], num_shared=size)
+        record(name, times, value, floor=floor)
 
 
 SLICES: dict[str, tuple[int, Callable[[M3Driver, Recorder, bool], None]]] = {
@@ -192,16 +210,15 @@ SLICES: dict[str, tuple[int, Callable[[M3Driver, Recorder, bool], None]]] = {
 }
 
 
-def run_peer(name: str, site: Path, seconds: float) -> dict[str, list[float]]:
+def run_peer(name: str, quantization: str, site: Path, seconds: float) -> dict[str, list[float]]:
     """Times of vLLM by case; what it could not do in `seconds` is missing."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
         env = os.environ | {"PYTHONPATH": os.pathsep.join([".", str(site)])}
         command = [sys.executable, "-m", "benchmarks.vllm_engine", name, str(out)]
+        command += ["--quantization", quantization, "--seconds", str(seconds)]
         # vLLM starts processes of its own: a session of theirs is ended as a whole.
-        peer = subprocess.Popen(
-            [*command, "--seconds", str(seconds)], env=env, start_new_session=True
-        )
+        peer = subprocess.Popen(command, env=env, start_new_session=True)
         try:
             peer.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -219,6 +236,9 @@ def main() -> int:
     parser.add_argument("--peer-site", type=Path, help="folder with the peer's packages")
     parser.add_argument("--peer-seconds", type=float, default=300.0, help="most of each slice")
     parser.add_argument("--slices", nargs="+", choices=SLICES, default=list(SLICES))
+    parser.add_argument(
+        "--quantization", choices=QUANTIZATIONS, default="none", help="of both engines' weights"
+    )
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -227,14 +247,19 @@ def main() -> int:
     if args.peer and args.peer_site is None:
         parser.error("--peer needs --peer-site, the folder with its packages")
     for name in args.slices:
-        peer_us = run_peer(name, args.peer_site, args.peer_seconds) if args.peer else {}
+        peer_us = (
+            run_peer(name, args.quantization, args.peer_site, args.peer_seconds)
+            if args.peer
+            else {}
+        )
         start = time.monotonic()
         num_experts, run = SLICES[name]
-        driver = M3Driver(num_experts)
+        driver = M3Driver(num_experts, args.quantization)
         print(f"m3rl {name}: started in {time.monotonic() - start:.0f} s", flush=True)
         error = decode_against_prefill(driver.engine, slices.prompts(4, 2500, seed=7), 32)
         assert error <= AGREEMENT, f"decode and prefill differ by {error}: no time means anything"
-        run(driver, Recorder(args.results, peer_us, error), args.profile)
+        record = Recorder(args.results, name, args.quantization, peer_us, error)
+        run(driver, record, args.profile)
         del driver
         torch.cuda.empty_cache()
     return 0

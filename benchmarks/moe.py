@@ -12,8 +12,9 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,9 @@ from benchmarks.kernels.moe import (
     WIDTH,
     Case,
     Peer,
-    _time,
-    _vllm_config,
     make_case,
+    time_calls,
+    vllm_config,
 )
 from benchmarks.record import RESULTS
 from inference.kernels.expert_gemm import expert_gemm, reference
@@ -71,10 +72,9 @@ def run(bench: Bench) -> None:
     w13 = make_weight(EXPERTS, 2 * WIDTH, HIDDEN, seed=0)
     w2 = make_weight(EXPERTS, HIDDEN, WIDTH, seed=1)
     peer: Peer | None = None
-    with bench.peer_part("vllm"):
+    with _compiling(w13, w2), bench.peer_part("vllm"):
         if "vllm" in bench.peers:
             peer = _marlin(w13, w2)
-    _compile(w13, w2)
     for num_local in (EXPERTS, EXPERTS // 8):
         for num_tokens in TOKENS:
             name = f"T{num_tokens}" + (f" {num_local} of {EXPERTS}" if num_local < EXPERTS else "")
@@ -87,13 +87,16 @@ def _ours(case: Case, w13: MXFP8Tensor, w2: MXFP8Tensor) -> Tensor:
     return expert_gemm(case.x_TC, w13, w2, case.ids_TA, case.weights_TA, **ACT, num_routed=EXPERTS)
 
 
-def _compile(w13: MXFP8Tensor, w2: MXFP8Tensor) -> None:
+@contextmanager
+def _compiling(w13: MXFP8Tensor, w2: MXFP8Tensor) -> Iterator[None]:
     """Kernels of all cases at the same time; what fails to compile fails again in its case."""
+    sizes = [(num_tokens, local) for local in (EXPERTS, EXPERTS // 8) for num_tokens in TOKENS]
+    # Made here: what the peer does to torch's default dtype meanwhile must not reach them.
+    cases = [make_case(*size, seed=0) for size in sizes]
     with ThreadPoolExecutor(NUM_COMPILERS) as pool:
-        for num_tokens in TOKENS:
-            for num_local in (EXPERTS, EXPERTS // 8):
-                weights = first(w13, num_local), first(w2, num_local)
-                pool.submit(_ours, make_case(num_tokens, num_local, 0), *weights)
+        for case in cases:
+            pool.submit(_ours, case, first(w13, case.num_local), first(w2, case.num_local))
+        yield
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
@@ -126,12 +129,12 @@ def _run(
     for i in range(2):
         wanted = _wanted(cases[i], w13, w2, local_ids[i], rows)
         errors.append(relative_error(ours(i)[rows], wanted))
-    timing = _time(ours, num_tokens, count)
+    timing = time_calls(ours, num_tokens, count)
     if peer is not None:
         with bench.peer_part(name), peer.context(num_tokens):
             # Of the last case's tokens.
             value["peer_error"] = relative_error(theirs(1)[rows], wanted)
-            peer_timing = VLLM + " Marlin", _time(theirs, num_tokens, count).us
+            peer_timing = VLLM + " Marlin", time_calls(theirs, num_tokens, count).us
     hit = sum(int(ids[ids >= 0].unique().numel()) for ids in local_ids) / count
     pairs = sum(int((ids >= 0).sum()) for ids in local_ids) / count
     bench.record(
@@ -228,7 +231,7 @@ def _marlin(w13: MXFP8Tensor, w2: MXFP8Tensor) -> Peer:
         "ignored_layers": ["lm_head", "embed_tokens"],
     }
     (folder / "config.json").write_text(
-        json.dumps(_vllm_config() | {"quantization_config": quantization})
+        json.dumps(vllm_config() | {"quantization_config": quantization})
     )
     config = EngineArgs(
         model=str(folder),

@@ -19,6 +19,8 @@ MAX_LEN = 140 * K
 GROUP_SIZE = 16
 WARM_STEPS, TIMED_STEPS = 16, 48
 NUM_LAYERS, NUM_DENSE = 6, 3
+BF16, MXFP8 = 2.0, 1 + 1 / 32
+"""Bytes of a weight."""
 
 DECODES = ((1, 512), (32, 512), (128, 512), (1, 32 * K), (16, 32 * K), (1, 128 * K))
 """(batch, prompt tokens) of the six-layer slice."""
@@ -88,25 +90,34 @@ def slice_config(num_experts: int) -> dict[str, Any]:
     }
 
 
-def linear_bytes() -> float:
-    """BF16 bytes of the weights that every decode step reads, routed experts not among them."""
+def linear_bytes(quantization: str = "none") -> float:
+    """Bytes of the weights that every decode step reads, routed experts not among them."""
     C = 6144
     dense = NUM_DENSE * (9216 * C + C * 8192 + 3 * 12288 * C)
     sparse = (NUM_LAYERS - NUM_DENSE) * (9856 * C + C * 8192 + 3 * 3072 * C)
-    return 2.0 * (dense + sparse + 200064 * C)
+    of_layers = MXFP8 if quantization == "mxfp8_released" else BF16
+    return of_layers * (dense + sparse) + BF16 * 200064 * C
 
 
-def decode_bytes(batch: int, ctx: int, experts_hit: float, *, num_shared: int = 0) -> float:
-    """Fewest bytes of a BF16 decode step.
+def expert_bytes(quantization: str = "none") -> float:
+    """Bytes of one routed expert in one layer."""
+    return (BF16 if quantization == "none" else MXFP8) * 3 * 3072 * 6144
+
+
+def decode_bytes(
+    batch: int, ctx: int, experts_hit: float, *, num_shared: int = 0, quantization: str = "none"
+) -> float:
+    """Fewest bytes of a decode step with BF16 pages.
 
     `experts_hit` different experts serve its tokens in each layer; `num_shared` requests share each
-    prompt (0: none do).
+    prompt (0: none do); `quantization` says which weights are MXFP8, as in `EngineConfig`.
     """
     num_sparse = NUM_LAYERS - NUM_DENSE
-    experts = num_sparse * experts_hit * 3 * 3072 * 6144 * 2
+    experts = num_sparse * experts_hit * expert_bytes(quantization)
     prompts = batch / max(1, num_shared)
     read_whole = prompts * ctx * (NUM_DENSE * 2048 + num_sparse * 256)
-    return linear_bytes() + experts + read_whole + batch * num_sparse * min(ctx, 2048) * 2048
+    weights = linear_bytes(quantization) + experts
+    return weights + read_whole + batch * num_sparse * min(ctx, 2048) * 2048
 
 
 def prompts(count: int, length: int, seed: int) -> list[list[int]]:

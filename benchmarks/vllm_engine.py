@@ -1,7 +1,7 @@
 """The peer of `benchmarks.engine`: vLLM on the same slices, in a process of its own.
 
-python -m benchmarks.vllm_engine layers6|rank OUT [--seconds N]     (needs vLLM importable)
-Writes OUT, {case: [microseconds, …]}, after every case.
+python -m benchmarks.vllm_engine layers6|rank OUT [--seconds N] [--quantization mxfp8]
+Needs vLLM importable. Writes OUT, {case: [microseconds, …]}, after every case.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ os.environ |= {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "CUDA_CACHE_MAXSIZE": str(1 << 32),  # the driver compiles Marlin's kernels for half a minute
     "TOKENIZERS_PARALLELISM": "false",
 }
 
@@ -36,11 +37,11 @@ CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
 class VllmDriver:
     """vLLM's engine, stepped from outside."""
 
-    def __init__(self, num_experts: int, *, prefix_cache: bool) -> None:
+    def __init__(self, num_experts: int, quantization: str, *, prefix_cache: bool) -> None:
         from vllm import LLM
 
         folder = Path(tempfile.mkdtemp())
-        (folder / "config.json").write_text(json.dumps(slices.slice_config(num_experts)))
+        (folder / "config.json").write_text(json.dumps(model_config(num_experts, quantization)))
         self.llm = LLM(
             model=str(folder),
             load_format="dummy",
@@ -85,21 +86,49 @@ class VllmDriver:
         self._tokens.clear()
 
 
+def model_config(num_experts: int, quantization: str) -> dict[str, Any]:
+    """The slice's `config.json`, with a `quantization_config` where weights are MXFP8."""
+    from inference.config import ModelConfig
+    from inference.models.weights import published_tensors
+    from inference.quantize import quantization_config
+
+    config = slices.slice_config(num_experts)
+    if quantization != "none":
+        specs = published_tensors(ModelConfig.from_dict(config, source="slice"))
+        by_name = {spec.name: spec for spec in specs}
+        config["quantization_config"] = quantization_config(by_name, quantization)
+    return config
+
+
 def _random_weights(model: Any) -> int:
-    """Values of a realistic size for every weight: the dummy loader's are nearly zero."""
+    """Values of a realistic size for every weight: the dummy loader's are nearly zero.
+
+    MXFP8 weights are packed already: any bytes of e4m3 values with a standard deviation of 20,
+    times 2**-10.
+    """
     import torch
 
+    bank = torch.randn(1 << 28, device="cuda", dtype=torch.bfloat16).mul_(20)
+    packed = bank.to(torch.float8_e4m3fn).view(torch.uint8)
     count = 0
     for name, parameter in model.named_parameters():
         values = parameter.data
-        if not values.is_cuda or not values.is_floating_point():
+        if not values.is_cuda or not values.numel():
             continue
-        std = 0.05 if "norm" in name else 1.0 if "embed" in name else 0.02
-        std = 0.01 if "e_score" in name else std
         flat = values.view(-1)
-        for first in range(0, flat.numel(), 1 << 30):
-            flat[first : first + (1 << 30)].normal_(0, std)
         count += 1
+        if values.dtype in (torch.float8_e8m0fnu, torch.uint8) and "scale" in name:
+            flat.view(torch.uint8).fill_(127 - 10)
+        elif values.dtype in (torch.int32, torch.float8_e4m3fn) and "weight" in name:
+            for part in flat.view(torch.uint8).split(packed.numel()):
+                part.copy_(packed[: part.numel()])
+        elif values.is_floating_point():
+            std = 0.05 if "norm" in name else 1.0 if "embed" in name else 0.02
+            std = 0.01 if "e_score" in name else std
+            for part in flat.split(1 << 30):
+                part.normal_(0, std)
+        elif values.numel() > 1 << 20:
+            raise TypeError(f"{name} is {values.dtype}: not known how to fill it")
     torch.cuda.synchronize()
     return count
 
@@ -143,6 +172,7 @@ def main() -> int:
     parser.add_argument("slice", choices=("layers6", "rank"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--quantization", default="none", help="as EngineConfig names it")
     args = parser.parse_args()
     stop = time.monotonic() + args.seconds
     times: dict[str, list[float]] = {}
@@ -160,7 +190,11 @@ def main() -> int:
         print(f"vllm {case}: {statistics.median(times[case]):.0f} us", flush=True)
 
     start = time.monotonic()
-    driver = VllmDriver(128 if args.slice == "layers6" else 16, prefix_cache=args.slice == "rank")
+    driver = VllmDriver(
+        128 if args.slice == "layers6" else 16,
+        args.quantization,
+        prefix_cache=args.slice == "rank",
+    )
     print(f"vllm {args.slice}: started in {time.monotonic() - start:.0f} s", flush=True)
     (run_layers6 if args.slice == "layers6" else run_rank)(driver, report)
     return 0

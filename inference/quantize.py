@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from inference.models.checkpoint import (
     write_checkpoint,
 )
 from inference.models.config_json import read_json
-from inference.models.weights import PublishedTensor, check_checkpoint
+from inference.models.weights import PublishedTensor, TensorSpec, check_checkpoint
 
 SCOPES = {"experts": "mxfp8", "released": "mxfp8_released"}
 """What is quantised, as `EngineConfig.quantization` names it."""
@@ -52,8 +52,9 @@ def quantize_checkpoint(
 ) -> None:
     """Write the checkpoint in directory `source` in MXFP8 as directory `target`.
 
-    Wider weights are rounded to BF16 first; what is not quantised stays as it is, as do all other
-    files. `target` appears when it is complete. In memory is at most a layer, at most 5 GB of it.
+    Wider weights are rounded to BF16 first; what is not quantised stays as it is, as do the other
+    files in `source`. `target` appears when it is complete. In memory is at most a layer, at most
+    5 GB of it.
 
     Args:
         scope: 'experts', the routed ones; 'released', also attention with the index projections,
@@ -62,22 +63,26 @@ def quantize_checkpoint(
 
     Raises:
         CheckpointError: `target` exists; `source` cannot be read or is quantised already; a weight
-            is NaN or infinite, or its K no multiple of 32. Names the tensor.
+            is NaN or infinite, or its K no multiple of 32, by name; there is no such device.
         ConfigError: config.json is not a MiniMax-M3's.
     """
     source, target = Path(source), Path(target)
     if scope not in SCOPES:
         raise CheckpointError(f"scope={scope!r}; use one of {', '.join(SCOPES)}")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise CheckpointError(f"device={device!r}, but torch sees no CUDA device; use 'cpu'")
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; give a path that does not")
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is not a directory; give that of a MiniMax-M3 checkpoint")
+    config = ModelConfig.from_pretrained(source)
     raw = read_json(source / "config.json")
     for section in (raw, raw.get("text_config") or {}):
-        if section.get("quantization_config"):
-            method = section["quantization_config"].get("quant_method")
+        if found := section.get("quantization_config"):
+            method = found.get("quant_method") if isinstance(found, dict) else found
             raise CheckpointError(
                 f"{source} is quantised already (quant_method {method!r}); give the BF16 checkpoint"
             )
-    config = ModelConfig.from_pretrained(source)
     published = check_checkpoint(source, config, allow_mxfp8=False)
     is_quantized = [one.spec.is_quantized(SCOPES[scope]) for one in published]
     for one, is_it in zip(published, is_quantized, strict=True):
@@ -94,22 +99,26 @@ def quantize_checkpoint(
             max_shard_bytes=_shard_bytes(published),
         )
         _copy_files(source, partial)
-        raw["quantization_config"] = quantization_config(published, is_quantized)
+        raw["quantization_config"] = quantization_config(
+            {one.stored.name: one.spec for one in published}, SCOPES[scope]
+        )
         (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    logger.info("%s: %d of %d tensors in MXFP8", target, sum(is_quantized), len(published))
 
 
-def quantization_config(
-    published: Sequence[PublishedTensor], is_quantized: Sequence[bool]
-) -> dict[str, Any]:
-    """As the released checkpoint has it; every other module that is not quantised is listed too."""
+def quantization_config(specs: Mapping[str, TensorSpec], quantization: str) -> dict[str, Any]:
+    """As the released checkpoint has it; every other module that is not quantised is listed too.
+
+    `specs`: published tensors by stored name; `quantization`: as `EngineConfig` names it.
+    """
     ignored = [
-        one.stored.name.removesuffix(".weight")
-        for one, is_it in zip(published, is_quantized, strict=True)
-        if not is_it and _is_module(one)
+        name.removesuffix(".weight")
+        for name, spec in specs.items()
+        if _is_module(spec) and not spec.is_quantized(quantization)
     ]
     return {
         "quant_method": "mxfp8",
@@ -119,10 +128,10 @@ def quantization_config(
     }
 
 
-def _is_module(one: PublishedTensor) -> bool:
+def _is_module(spec: TensorSpec) -> bool:
     """A linear layer that a reader of `ignored_layers` might take for a quantised one."""
-    is_router = one.spec.role == "router" and len(one.spec.shape) == 2
-    return is_router or one.spec.is_quantized("mxfp8_released")
+    is_router = spec.role == "router" and len(spec.shape) == 2
+    return is_router or spec.is_quantized("mxfp8_released")
 
 
 def _shard_bytes(published: Sequence[PublishedTensor]) -> int:
@@ -186,7 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="experts: the routed ones (default); released: also attention, dense MLPs and shared "
         "experts, as in the released MXFP8 checkpoint",
     )
-    parser.add_argument("--device", default="cpu", help="where it is computed: cpu or cuda")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where it is computed"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:

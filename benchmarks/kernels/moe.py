@@ -165,7 +165,7 @@ def _run(
             peer_errors.append(relative_error(theirs(i)[rows], wanted))
     hit = sum(int(ids[ids >= 0].unique().numel()) for ids in local_ids) / count
     pairs = sum(int((ids >= 0).sum()) for ids in local_ids) / count
-    timing = _time(ours, num_tokens, count)
+    timing = time_calls(ours, num_tokens, count)
     value = {
         "weights_tb_s": hit * EXPERT_BYTES / timing.us / 1e6,
         "tflop_s": pairs * FLOP_PER_PAIR / timing.us / 1e6,
@@ -179,12 +179,12 @@ def _run(
         correct={"relative error": max(errors)},
         tolerance=TOLERANCE,
         floor=floor_us(hit * EXPERT_BYTES + num_tokens * HIDDEN * 4, pairs * FLOP_PER_PAIR),
-        peer=None if peer is None else (VLLM, _time(theirs, num_tokens, count).us),
+        peer=None if peer is None else (VLLM, time_calls(theirs, num_tokens, count).us),
         value=value,
     )
 
 
-def _time(call: Callable[[int], Tensor], num_tokens: int, count: int) -> Timing:
+def time_calls(call: Callable[[int], Tensor], num_tokens: int, count: int) -> Timing:
     if num_tokens <= MOST_IN_GRAPH:
         return time_graph([lambda i=i: call(i) for i in range(count)], reps=11)
     timing = time_eager(lambda: [call(i % count) for i in range(CALLS_AT_ONCE)], reps=9)
@@ -266,7 +266,7 @@ def _vllm_experts() -> tuple[Tensor, Tensor, Peer]:
     from vllm.v1.worker.workspace import init_workspace_manager
 
     folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(_vllm_config()))
+    (folder / "config.json").write_text(json.dumps(vllm_config()))
     config = EngineArgs(
         model=str(folder),
         load_format="dummy",
@@ -326,7 +326,7 @@ def _vllm_experts() -> tuple[Tensor, Tensor, Peer]:
     return w13, w2, Peer(call, context)
 
 
-def _vllm_config() -> dict[str, Any]:
+def vllm_config() -> dict[str, Any]:
     """M3's published configuration, four layers of it."""
     is_sparse = [0, 0, 0, 1]
     text = {

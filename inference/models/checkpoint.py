@@ -60,18 +60,17 @@ def list_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def _list_indexed(index: Path) -> dict[str, StoredTensor]:
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = {str(name): index.parent / file for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not an index with a weight_map: {error!r}") from None
     tensors = {}
-    headers: dict[str, dict[str, StoredTensor]] = {}
-    for name, file in weight_map.items():
+    headers: dict[Path, dict[str, StoredTensor]] = {}
+    for name, file in places.items():
         if file not in headers:
-            headers[file] = read_header(index.parent / file)
+            headers[file] = read_header(file)
         if name not in headers[file]:
-            raise CheckpointError(
-                f"{index.parent / file} lacks {name}, which {index.name} puts there"
-            )
+            raise CheckpointError(f"{file} lacks {name}, which {index.name} puts there")
         tensors[name] = headers[file][name]
     return tensors
 
@@ -84,20 +83,24 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 + length:
                 raise CheckpointError(f"{file} is truncated within its header ({size} bytes)")
-            header: dict[str, Any] = json.loads(stream.read(length))
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        tensors = {
+            name: StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]))
+            for name, entry in header.items()
+        }
+        ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in header.items()}
     except FileNotFoundError:
         raise CheckpointError(f"{file} does not exist; is the download complete?") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file} is not a safetensors file: {error}") from None
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        end = 8 + length + entry["data_offsets"][1]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} has no header of a safetensors file: {error!r}") from None
+    for name, end in ends.items():
         if end > size:
             raise CheckpointError(
                 f"{file} is truncated: {name} ends at byte {end}, the file at byte {size}"
             )
-        tensors[name] = StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]))
     return tensors
 
 

@@ -32,6 +32,10 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
+def header(text: str) -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
 @pytest.fixture
 def source(tmp_path):
     """(directory of a BF16 checkpoint with a tokenizer beside it, its tensors)."""
@@ -135,7 +139,8 @@ def test_the_released_model_would_have_the_released_tensors_and_list(monkeypatch
     vision = 631_185_920 + 234_381_312
     patches = 1280 * 3 * 2 * 14 * 14  # FP32 in the release
     assert (size + 2 * vision + 2 * patches) / 2**30 == pytest.approx(413.27, abs=0.005)
-    listed = quantization_config(published, is_quantized)["ignored_layers"]
+    specs = {one.stored.name: one.spec for one in published}
+    listed = quantization_config(specs, "mxfp8_released")["ignored_layers"]
     gates = [f"{PREFIX}model.layers.{i}.block_sparse_moe.gate" for i in range(3, 60)]
     assert listed[5:] == gates
 
@@ -238,6 +243,33 @@ def test_what_is_quantised_already_is_refused(source, tmp_path, capsys):
     assert leftovers(tmp_path) == ["out"]
 
 
+def test_a_device_that_is_not_there_is_refused(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CheckpointError, match="torch sees no CUDA device; use 'cpu'"):
+        quantize_checkpoint(source[0], tmp_path / "out", device="cuda")
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", header('["w"]'), "has no header of a safetensors file"),
+        ("model.safetensors", header('{"w": {"dtype": "BF16"}}'), "has no header of a safetensors"),
+        ("model.safetensors", header("w"), "is not a safetensors file"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1", "truncated within"),
+        ("model.safetensors.index.json", b'{"weight_map": ["w"]}', "is not an index with a weight"),
+        ("model.safetensors.index.json", b'{"weight_map": {"w": 1}}', "is not an index with a"),
+    ],
+)
+def test_a_foreign_file_is_named(source, tmp_path, capsys, file, content, message):
+    folder, _ = source
+    (folder / file).write_bytes(content)
+    assert main([str(folder), str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert str(folder / file) in error
+    assert message in error
+
+
 def test_a_full_disk_leaves_nothing(source, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -263,4 +295,5 @@ def test_progress_is_told_layer_by_layer(source, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="inference.quantize"):
         quantize_checkpoint(folder, tmp_path / "out")
     told = [r.getMessage() for r in caplog.records if r.name == "inference.quantize"]
-    assert told == ["pre", "layer.0", "layer.1", "post"]
+    assert told[:-1] == ["pre", "layer.0", "layer.1", "post"]
+    assert told[-1] == f"{tmp_path / 'out'}: 6 of {len(published_tensors(CONFIG))} tensors in MXFP8"

@@ -220,21 +220,17 @@ def down_kernel(
         expert, first, end = next_expert, next_first, next_end
 
 
-def config_for(num_tokens: int, topk: int, num_routed: int) -> Config:
-    """By the rows an expert gets on average if all pairs were this rank's."""
+def config_for(num_tokens: int) -> Config:
     if num_tokens == 1:
         # Hardly more tiles than programs: small ones spread better.
-        return Config(rows=64, tokens=8, stages=6, programs=4)
-    tokens = 8 if num_tokens * topk <= 2 * num_routed else 16
-    return Config(rows=128, tokens=tokens, stages=6, programs=2)
+        return Config(rows=32, tokens=8, stages=8, programs=6)
+    return Config(rows=64, tokens=8, stages=6, programs=4)
 
 
 def fits(x_TC: Tensor, w2_ECI: MXFP8Tensor) -> bool:
-    """Whether rows are whole tiles of the ring, and enough of them."""
-    hidden, width = w2_ECI.shape[1:]
-    least = 6 * DEPTH.value
-    is_whole = hidden % DEPTH.value == 0 and width % DEPTH.value == 0
-    return x_TC.dtype == torch.bfloat16 and is_whole and min(hidden, width) >= least
+    """Whether rows are whole tiles of the ring."""
+    is_whole = all(size % DEPTH.value == 0 for size in w2_ECI.shape[1:])
+    return x_TC.dtype == torch.bfloat16 and is_whole
 
 
 def _words(weight: Tensor, num_parts: int, rows: int) -> TensorDescriptor:
@@ -288,7 +284,8 @@ def products(
         "WIDTH": width,
         "TOPK": topk,
         "TOKENS": config.tokens,
-        "STAGES": config.stages,
+        # A slot is filled again within the next tile at the latest.
+        "STAGES": min(config.stages, hidden // DEPTH.value, width // DEPTH.value),
         "HAS_SHARED": shared is not None,
         "IS_SINGLE": plan is None,
         "num_warps": config.rows // 32,

@@ -15,10 +15,11 @@ from inference.kernels.expert_gemm.kernel import combine, shared_mlp
 from inference.kernels.hardware import USE_PDL, is_hopper
 from inference.kernels.mxfp8 import MXFP8Tensor
 
-MAX_FEW_ROWS = 8
-"""Of an expert on average; up to here tiles of 16 rows hold nearly all experts'."""
-MAX_SHARED_TOKENS = 32
-"""Up to here a shared expert in MXFP8 is one expert more."""
+MAX_FEW_ROWS = 4
+"""Of an expert on average; up to here tiles of 8 rows hold nearly all experts'."""
+MAX_SHARED_TOKENS = 8
+"""Of one tile: up to here a shared expert in MXFP8 is one expert more. A second tile would read it
+again."""
 
 
 def expert_gemm(
@@ -48,10 +49,7 @@ def expert_gemm(
         return mxfp8_gemm_kernel.grouped(*args, *act, shared, num_routed)
     from inference.kernels.expert_gemm import mxfp8_decode_hopper_kernel as hopper
 
-    if config is None:
-        cut = hopper.config_for(num_tokens, topk, num_routed)
-    else:
-        cut = hopper.Config(*config)
+    cut = hopper.config_for(num_tokens) if config is None else hopper.Config(*config)
     is_one_more = (
         shared is not None
         and isinstance(shared[0], MXFP8Tensor)

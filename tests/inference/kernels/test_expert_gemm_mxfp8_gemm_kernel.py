@@ -164,7 +164,8 @@ def test_every_value_and_scale_is_widened_exactly(cuda):
     weight, down = to(weight, cuda), to(down, cuda)
     args = x.to(cuda), weight, down, ids.to(cuda), shares.to(cuda)
     out = grouped(*args, 0.0, float("inf"), 0.0)
-    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-38)
+    # Gates below 2^-126 are no normal FP32 numbers, and the activation rounds them to zero.
+    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-37)
 
 
 @pytest.mark.gpu

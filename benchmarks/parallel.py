@@ -1,7 +1,10 @@
-"""python -m benchmarks.parallel [--gpus 2] [--seconds 120]
+"""python -m benchmarks.parallel [--only exchange tokens agreement decode] [--folder FOLDER]
 
-Dispatch and combine of tokens between ranks, one GPU each, beside the raw all-to-all of the same
-bytes in the same run. Starts its own processes, one a rank.
+On two GPUs, one rank each, in processes of its own:
+- exchange: dispatch and combine of tokens beside the raw all-to-all of the same bytes;
+- tokens: engines over two ranks generate what one rank does, in FP32;
+- agreement: their BF16 logprobs on the model in FOLDER (see `benchmarks.agreement`);
+- decode: their throughput on the six-layer slice, in BF16 and with MXFP8 experts.
 """
 
 from __future__ import annotations
@@ -21,11 +24,14 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from benchmarks.kernels.harness import Bench, Timing, relative_error
+from benchmarks.parallel_engine import EngineBench
 from benchmarks.record import RESULTS
 from inference.parallel.config import ParallelConfig
 from inference.parallel.exchange import ExpertExchange
 from inference.parallel.groups import ParallelGroups
 
+NUM_RANKS = 2
+PARTS = ("exchange", "tokens", "agreement", "decode")
 HIDDEN, NUM_EXPERTS, TOPK = 6144, 128, 4
 TOKENS = (128, 1024, 8192)
 """Of each rank."""
@@ -123,14 +129,15 @@ class ExchangeBench:
         self._exchange = ExpertExchange(groups, NUM_EXPERTS)
         self._device = torch.device("cuda", torch.cuda.current_device())
 
-    def case(self, count: int, form: str) -> None:
+    def case(self, count: int) -> None:
         groups, world = self._groups, self._groups.config.world
         tokens = Tokens.random(count, groups.rank, self._device)
-        rows = count if form == "fixed" else None
+        counts = self._exchange.prefers_counted(count, TOPK, 2 * HIDDEN)
+        form, rows = ("counted", None) if counts else ("fixed", count)
         error = torch.tensor(error_of(self._exchange, tokens, rows), device=self._device)
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
         y_TC = torch.zeros_like(tokens.x_TC)
-        in_graph = form == "fixed" and count <= MAX_GRAPH_TOKENS
+        in_graph = count <= MAX_GRAPH_TOKENS
         ours = time_together(
             lambda: round_trip(self._exchange, tokens, y_TC, rows), in_graph=in_graph
         )
@@ -166,34 +173,48 @@ class ExchangeBench:
         return [round(float(mean) / config.world)] * config.world
 
 
-def run_rank(rank: int, world: int, port: int, seconds: float, results: str) -> None:
+def run_rank(
+    rank: int, port: int, seconds: float, results: str, parts: list[str], folder: Path | None
+) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device)
-    groups = ParallelGroups.create(ParallelConfig(dp=world), timeout_s=60)
+    dist.init_process_group("nccl", rank=rank, world_size=NUM_RANKS, device_id=device)
     bench = Bench(seconds, Path(results))
-    exchange = ExchangeBench(groups, bench)
-    for count in TOKENS:
-        for form in ("fixed", "counted"):
-            # A rank that failed alone would leave the others in a collective: all end instead.
-            exchange.case(count, form)
+    # A rank that failed alone would leave the others in a collective: all end instead.
+    if "exchange" in parts:
+        groups = ParallelGroups.create(ParallelConfig(dp=NUM_RANKS), timeout_s=60)
+        exchange = ExchangeBench(groups, bench)
+        for count in TOKENS:
+            exchange.case(count)
+        groups.close()
+    engines = EngineBench(bench)
+    if "tokens" in parts:
+        engines.tokens()
+    if "agreement" in parts and folder is not None:
+        engines.agreement(folder)
+    if "decode" in parts:
+        for quantization in ("none", "mxfp8"):
+            engines.decode(quantization)
+    engines.close()
     if not rank:
         print(bench.summary(), flush=True)
-    groups.close()
     dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
-    parser.add_argument("--gpus", type=int, default=2, help="ranks, one GPU each")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--folder", type=Path, help="a small model, for the agreement")
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args: Any = parser.parse_args()
+    if "agreement" in args.only and args.folder is None:
+        parser.error("agreement needs --folder; or name the other parts with --only")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    given = (args.gpus, port, args.seconds, str(args.results))
-    mp.start_processes(run_rank, given, nprocs=args.gpus, start_method="spawn")
+    given = (port, args.seconds, str(args.results), args.only, args.folder)
+    mp.start_processes(run_rank, given, nprocs=NUM_RANKS, start_method="spawn")
 
 
 if __name__ == "__main__":

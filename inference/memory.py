@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from inference.config import MXFP8_BLOCK_SIZE, ConfigError, EngineConfig, ModelConfig
-from inference.parallel.config import ParallelConfig
+from inference.parallel.config import ParallelConfig, local_config
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
 WeightKind = Literal["expert", "dense", "plain", "fp32"]
@@ -132,15 +132,15 @@ class _Shard:
 
     @classmethod
     def of(cls, model: ModelConfig, parallel: ParallelConfig) -> _Shard:
-        tp = parallel.tp
+        local = local_config(model, parallel)
         return cls(
-            num_heads=model.num_attention_heads // tp,
-            num_kv_heads=max(1, model.num_key_value_heads // tp),
-            dense_width=model.dense_intermediate_size // tp,
-            shared_width=model.shared_intermediate_size // tp,
-            vocab_size=model.vocab_size // tp,
+            num_heads=local.num_attention_heads,
+            num_kv_heads=local.num_key_value_heads,
+            dense_width=local.dense_intermediate_size,
+            shared_width=local.shared_intermediate_size,
+            vocab_size=model.vocab_size // parallel.tp,
             num_experts=model.num_local_experts // parallel.expert_groups,
-            expert_width=model.intermediate_size // parallel.width_ranks,
+            expert_width=local.intermediate_size,
         )
 
 

@@ -33,6 +33,8 @@ class StepBatch:
     last_token_S: Tensor
     """[S] int64: place in T of the last token of each request that samples."""
     sampling: SamplingArrays
+    max_tokens: int
+    """T, or the largest T of all dp groups in the step."""
 
 
 @dataclass(slots=True)
@@ -116,4 +118,38 @@ def build_batch(
         ),
         last_token_S=sent[2],
         sampling=SamplingArrays.of(sent[8:15], has_cuts=has_cuts(rows, rows_S)),
+        max_tokens=len(step.input_ids_T),
+    )
+
+
+def padding_batch(
+    staging: Staging, page_size: int, planner: DecodePlanner | None = None
+) -> tuple[Tensor, PagedBatch]:
+    """(input ids, batch) of one row without keys: what a dp group without requests computes."""
+    arrays: list[np.ndarray] = [
+        np.zeros(1, np.int64),
+        np.zeros(1, np.int64),
+        np.full(1, -1, np.int64),
+        np.array([0, 1], np.int32),
+        np.zeros(1, np.int32),
+        np.full((1, 1), -1, np.int32),
+    ]
+    plan = None
+    if planner is not None:
+        plan = planner.plan_padding(1)
+        arrays += plan.arrays
+    ids_T, positions_T, slots_T, query_start_R1, seq_len_R, table_RN, *units = staging.send(arrays)
+    return ids_T, PagedBatch(
+        positions_T=positions_T,
+        slots_T=slots_T,
+        query_start_R1=query_start_R1,
+        seq_len_R=seq_len_R,
+        page_table_RN=table_RN,
+        page_size=page_size,
+        num_decodes=1,
+        max_query_len=1,
+        max_seq_len=1,
+        plan=None if plan is None else plan.on_device(units),
+        query_len_host_R=np.ones(1, np.int64),
+        seq_len_host_R=np.zeros(1, np.int32),
     )

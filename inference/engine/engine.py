@@ -11,29 +11,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import numpy as np
 from torch import Tensor
 
 from inference.config import EngineConfig, ModelConfig
 from inference.engine.coverage import Bounds, WeightSlot
 from inference.engine.in_flight import StepInFlight
 from inference.engine.loading import EngineStateError, WeightLoader, WeightState
-from inference.engine.outputs import make_output
-from inference.engine.request import (
-    FinishReason,
-    LiveRequest,
-    Request,
-    RequestOutput,
-    check_request,
-    make_live,
-)
-from inference.engine.sampler import Sampled
+from inference.engine.request import Request, RequestOutput, check_request, make_live
 from inference.engine.scheduler import Schedule, Scheduler
+from inference.engine.settle import Settler
 from inference.engine.stats import Counters
 from inference.engine.stop import StopMatcher
 from inference.engine.worker import Worker
 from inference.kernels.mxfp8 import MXFP8Tensor
 from inference.models.weights import read_checkpoint
+from inference.parallel.groups import ParallelGroups
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -48,6 +40,12 @@ class Engine:
 
     The weights are empty at first: nothing is accepted until a version is committed. The same
     requests added in the same order to an engine in the same state give the same bits.
+
+    With `groups` it is one rank's part of a replica, and every rank has one (see
+    `inference.parallel`): all calls are made alike on all ranks, but that each dp group adds and
+    aborts requests of its own. With several dp groups `step` and `pause` wait for the other ranks,
+    so all call them equally often; `has_work` says on all alike whether another `step` is due, from
+    a step after the last `add` on.
     """
 
     def __init__(
@@ -55,13 +53,22 @@ class Engine:
         config: ModelConfig,
         engine_config: EngineConfig | None = None,
         tokenizer: Any = None,
+        groups: ParallelGroups | None = None,
     ) -> None:
-        """`tokenizer`: of `tokenizers`, or a fast one of transformers; only needed for text."""
+        """
+        Args:
+            tokenizer: of `tokenizers`, or a fast one of transformers; only needed for text.
+            groups: this rank and the others of the replica; the limits of `engine_config` are those
+                of each dp group.
+
+        Raises:
+            ConfigError: the model cannot be run, or split, this way; names the values that do.
+        """
         self.config = config
         self.engine_config = (engine_config or EngineConfig()).resolve(config)
         self.tokenizer: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", tokenizer)
         assert self.engine_config.page_size is not None, "resolve fills in the page size"
-        self._worker = Worker(config, self.engine_config)
+        self._worker = Worker(config, self.engine_config, groups)
         self._scheduler = Scheduler(
             num_pages=self.engine_config.num_pages,
             page_size=self.engine_config.page_size,
@@ -70,16 +77,24 @@ class Engine:
             enable_prefix_cache=self.engine_config.enable_prefix_cache,
         )
         self._weights = WeightLoader(self._worker)
-        self._live: dict[str, LiveRequest] = {}
         self._held: list[RequestOutput] = []
         """Outputs made between steps (aborts, a drain); the next step returns them."""
         self._in_flight: StepInFlight | None = None
         self._paused: PauseMode | None = None
+        self._others_work = self._worker.is_dp
+        """Whether any dp group had requests when the last step began."""
         self._counters = Counters()
+        self._settler = Settler(self._scheduler, self._worker, self._counters, self.tokenizer)
+        self._live = self._settler.live
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, engine_config: EngineConfig | None = None, *, version: int = 0
+        cls,
+        path: str | Path,
+        engine_config: EngineConfig | None = None,
+        *,
+        version: int = 0,
+        groups: ParallelGroups | None = None,
     ) -> Engine:
         """An engine with the weights of a published checkpoint, and its tokenizer if there is one.
 
@@ -87,8 +102,9 @@ class Engine:
             ConfigError, CheckpointError: what is wrong in which file.
         """
         config = ModelConfig.from_pretrained(path)
-        engine = cls(config, engine_config, load_tokenizer(path))
-        engine.load_weights(read_checkpoint(path, config, allow_mxfp8=True), version)
+        engine = cls(config, engine_config, load_tokenizer(path), groups)
+        held = {slot.name for slot in engine.weight_layout()}
+        engine.load_weights(read_checkpoint(path, config, allow_mxfp8=True, only=held), version)
         return engine
 
     @property
@@ -100,8 +116,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would return or compute something."""
         is_serving = self._weights.state is WeightState.READY and self._paused is None
-        has_requests = bool(self._live) or self._in_flight is not None
-        return bool(self._held) or (is_serving and has_requests)
+        return bool(self._held) or (is_serving and (self._has_requests or self._others_work))
+
+    @property
+    def _has_requests(self) -> bool:
+        return bool(self._live) or self._in_flight is not None
 
     def add(self, request: Request) -> None:
         """Put a request at the end of the line.
@@ -130,13 +149,16 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one batch; returns the requests that finished, also those aborted since.
 
+        With several dp groups one without requests computes padding while others have some.
+
         With `async_scheduling` a step is launched before the tokens of the one before are looked
         at, so a request comes out one call later.
 
         Raises:
             EngineStateError: there are no whole weights to compute with.
+            ParallelError: another rank failed, died or did not come; this engine is lost too.
         """
-        if not self._held and self._paused is None:
+        if self._paused is None and (self._worker.is_dp or not self._held):
             self._step(admit_new=True)
         outputs, self._held = self._held, []
         return outputs
@@ -151,9 +173,16 @@ class Engine:
         if self._scheduler.is_short_of_pages:
             self._held += self._settle()
         schedule = self._scheduler.schedule(admit_new=admit_new)
+        if self._worker.is_dp:
+            self._others_work = self._worker.agree(
+                self._scheduler.rows, schedule, has_requests=self._has_requests
+            )
         launched = None if schedule is None else self._launch(schedule)
+        if launched is None and self._worker.is_dp:
+            self._worker.launch_empty(self._scheduler.rows)
         before, self._in_flight = self._in_flight, launched
-        self._held += self._settle_step(before)
+        if before is not None:
+            self._held += self._settler.settle(before)
         if not self.engine_config.async_scheduling:
             self._held += self._settle()
 
@@ -176,90 +205,7 @@ class Engine:
     def _settle(self) -> list[RequestOutput]:
         """Wait for the step under way, if there is one; returns the requests that it finished."""
         flight, self._in_flight = self._in_flight, None
-        return self._settle_step(flight)
-
-    def _settle_step(self, flight: StepInFlight | None) -> list[RequestOutput]:
-        """As `_settle`, for a step that another one may have followed."""
-        if flight is None:
-            return []
-        sampled = flight.sample.wait()
-        rows, schedule = self._scheduler.rows, flight.schedule
-        is_there_R = flight.is_there(rows)
-        is_there_S = is_there_R[schedule.is_last_R]
-        is_finite_S = sampled.is_finite_S & is_there_S
-        self._counters.count_step(schedule, is_finite_S, sampled.is_finite_S | ~is_there_S)
-        self._fill(flight, sampled, is_finite_S)
-        is_sound_R = is_there_R
-        is_sound_R[schedule.is_last_R] = is_finite_S
-        self._scheduler.remember_prompts(schedule, is_sound_R)
-        return self._collect(flight, sampled, is_there_S)
-
-    def _fill(self, flight: StepInFlight, sampled: Sampled, is_finite_S: np.ndarray) -> None:
-        """Tokens are appended and stamped with the version that sampled them."""
-        rows, rows_F = self._scheduler.rows, flight.rows_S[is_finite_S]
-        places_F = flight.places_S[is_finite_S]
-        is_first_F = rows.version[rows_F] != flight.version
-        for row, place in zip(rows_F[is_first_F], places_F[is_first_F], strict=True):
-            first = int(place - rows.num_prompt[row])
-            self._live_at(int(row)).version_spans.append((first, flight.version))
-        rows.version[rows_F] = flight.version
-        rows.fill_tokens(
-            rows_F,
-            places_F,
-            sampled.ids_S[is_finite_S],
-            sampled.logprobs_S[is_finite_S],
-            sampled.raw_logprobs_S[is_finite_S],
-        )
-
-    def _collect(
-        self, flight: StepInFlight, sampled: Sampled, is_there_S: np.ndarray
-    ) -> list[RequestOutput]:
-        """Take out who is done: broken numbers, then stop token, stop string, length."""
-        rows, rows_S, outputs = self._scheduler.rows, flight.rows_S, []
-        is_stop_S = (sampled.ids_S[:, None] == rows.stop_ids[rows_S]).any(1)
-        has_strings_S = rows.has_stop_strings[rows_S] & sampled.is_finite_S & is_there_S
-        for i in np.flatnonzero(has_strings_S).tolist():
-            matcher = self._live_at(rows_S[i]).stop_matcher
-            assert matcher is not None, "has_stop_strings says so"
-            is_stop_S[i] |= matcher.push(int(sampled.ids_S[i]))
-        is_full_S = flight.places_S + 1 == rows.max_total[rows_S]
-        is_done_S = (is_stop_S | is_full_S | ~sampled.is_finite_S) & is_there_S
-        for i in np.flatnonzero(is_done_S).tolist():
-            live = self._live_at(rows_S[i])
-            # The step after this one may have made room for another token already.
-            rows.num_tokens[live.row] = flight.places_S[i] + bool(sampled.is_finite_S[i])
-            if not sampled.is_finite_S[i]:
-                outputs.append(self._fail(live, flight.version))
-            else:
-                outputs.append(self._finish(live, "stop" if is_stop_S[i] else "length"))
-        return outputs
-
-    def _live_at(self, row: int) -> LiveRequest:
-        live = self._scheduler.rows.live[row]
-        assert live is not None, f"row {row} is scheduled and empty"
-        return live
-
-    def _fail(self, live: LiveRequest, version: int) -> RequestOutput:
-        count = int(self._scheduler.rows.num_tokens[live.row]) - live.num_prompt
-        error = (
-            f"non-finite logits for completion token {count} with policy version "
-            f"{version}; the weights, or the keys of this prompt, hold NaN or Inf"
-        )
-        return self._finish(live, "error", error)
-
-    def _finish(
-        self, live: LiveRequest, reason: FinishReason, error: str | None = None
-    ) -> RequestOutput:
-        captured: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
-        if live.row >= 0 and (live.request.params.routing or live.request.params.blocks):
-            rows = self._scheduler.rows
-            # The key of the last token may have been computed ahead; it had no use.
-            known = int(rows.num_tokens[live.row]) - 1
-            count = min(int(rows.num_computed[live.row]), known)
-            captured = self._worker.captured(self._scheduler.rows.pages(live.row), count)
-        self._scheduler.finish(live, keep_in_cache=reason != "error")
-        del self._live[live.request_id]
-        return make_output(live, reason, error=error, captured=captured, tokenizer=self.tokenizer)
+        return [] if flight is None else self._settler.settle(flight)
 
     def abort(self, ids: Iterable[str] | None = None) -> int:
         """End requests by id, all without ids; returns how many there were.
@@ -272,7 +218,7 @@ class Engine:
         known = [name for name in names if name in self._live]
         if unknown:
             logger.warning("abort: no such request: %s", ", ".join(map(repr, unknown)))
-        self._held += [self._finish(self._live[name], "abort") for name in known]
+        self._held += [self._settler.finish(self._live[name], "abort") for name in known]
         return len(known)
 
     def pause(self, mode: PauseMode) -> None:
@@ -288,7 +234,7 @@ class Engine:
             raise EngineStateError(f"paused already, to {self._paused!r}; resume() first")
         self._held += self._settle()
         if mode == "drain":
-            while self._has_begun_request():
+            while self._worker.has_anybody(self._has_begun_request()):
                 self._step(admit_new=False)
             self._held += self._settle()
         elif mode == "recompute":
@@ -371,8 +317,8 @@ class Engine:
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor | MXFP8Tensor]], version: int
     ) -> None:
-        """Load whole published tensors, rounded to the engine's dtype where theirs is wider, and
-        widened where they are MXFP8 and the engine's are not.
+        """Load whole published tensors, or of each what is held here, rounded to the engine's dtype
+        where theirs is wider, and widened where they are MXFP8 and the engine's are not.
 
         Raises:
             WeightLoadError, or whatever `tensors` raises: as for `write` and `commit`.
@@ -380,8 +326,8 @@ class Engine:
         self.begin_load(version)
         try:
             for name, tensor in tensors:
-                bounds = tuple((0, size) for size in tensor.shape)
-                self.write(name, bounds, self._weights.converted(name, tensor))
+                if (part := self._weights.part_of(name, tensor)) is not None:
+                    self.write(name, *part)
         except BaseException:
             self.abort_load()
             raise

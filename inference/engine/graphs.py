@@ -8,7 +8,7 @@ batch is padded to the next captured size with rows that have no keys.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,13 +60,15 @@ class DecodeGraphs:
         planner: DecodePlanner,
         newest_M: Tensor,
         config: EngineConfig,
+        wait_for: Callable[[torch.cuda.Event], None] | None = None,
     ) -> None:
+        """`wait_for`: see `Fetch`."""
         assert config.page_size is not None, "EngineConfig.resolve fills in the page size"
         assert config.max_model_len is not None, "EngineConfig.resolve fills in the length"
         assert config.cuda_graph_sizes, "the worker makes graphs only for sizes"
         self.sizes = config.cuda_graph_sizes
         self._model, self._pages, self._capture = model, pages, capture
-        self._planner, self._newest_M = planner, newest_M
+        self._planner, self._newest_M, self._wait_for = planner, newest_M, wait_for
         self._page_size, self._max_len = config.page_size, config.max_model_len
         width = -(-config.max_model_len // config.page_size)
         num_rows = config.max_running_requests
@@ -89,11 +91,23 @@ class DecodeGraphs:
         return is_decode and num_rows <= self.sizes[-1]
 
     @torch.inference_mode()
-    def launch(self, rows: RunningRows, schedule: Schedule) -> PendingSample:
-        """Replay the step of `schedule`, whose rows all have one new token."""
+    def launch(
+        self,
+        rows: RunningRows,
+        schedule: Schedule,
+        *,
+        min_rows: int = 0,
+        shares: bool | None = None,
+    ) -> PendingSample:
+        """Replay the step of `schedule`, whose rows all have one new token.
+
+        Args:
+            min_rows: the graph has room for so many at least.
+            shares: whether it is one for requests that share pages; None: as these do.
+        """
         count = len(schedule.rows_R)
-        size = self.sizes[bisect_left(self.sizes, count)]
-        arrays, plan, shares = self._arrays(rows, schedule, size)
+        size = self.sizes[bisect_left(self.sizes, max(count, min_rows))]
+        arrays, plan, shares = self._arrays(rows, schedule, size, shares)
         self._update_tables(rows)
         step = self._captured.get((size, shares))
         if step is None:
@@ -105,16 +119,17 @@ class DecodeGraphs:
             tokens = sample(step.logits_SV, replace(step.sampling, has_cuts=True))
             self._newest_M[step.sampling.rows_S] = tokens.ids_R
             packed = pack(tokens)
-        return PendingSample(packed, count)
+        return PendingSample(packed, count, self._wait_for)
 
     def _arrays(
-        self, rows: RunningRows, schedule: Schedule, size: int
+        self, rows: RunningRows, schedule: Schedule, size: int, shares: bool | None
     ) -> tuple[list[np.ndarray], HostPlan, bool]:
         """The inputs of a step padded to `size` rows, its plan, whether requests share pages."""
         rows_R, num_padding = schedule.rows_R, size - len(schedule.rows_R)
         step = step_arrays(rows, schedule)
         plan = self._planner.plan(rows, rows_R, step.seq_len_R, num_rows=size)
-        shares = bool(plan.index.shared_X4[0, 3] or plan.dense.shared_X4[0, 3])
+        if shares is None:
+            shares = bool(plan.index.shared_X4[0, 3] or plan.dense.shared_X4[0, 3])
         if not shares:
             for units in (plan.index, plan.dense):
                 units.shared_X4 = units.shared_X4[:0]
@@ -157,9 +172,8 @@ class DecodeGraphs:
 
         def run() -> tuple[Tensor, Tensor]:
             ids_T = torch.where(parts[0] == PENDING, self._newest_M[sampling.rows_S], parts[0])
-            hidden_TC = self._model(
-                ids_T, self._paged(size, parts, starts_R1, plan), self._pages, self._capture
-            )
+            paged = self._paged(size, parts, starts_R1, plan)
+            hidden_TC = self._model(ids_T, paged, self._pages, self._capture, max_tokens=size)
             logits_SV = self._model.logits(hidden_TC)
             tokens = sample(logits_SV, sampling)
             self._newest_M.index_copy_(0, sampling.rows_S, tokens.ids_R)
@@ -172,7 +186,9 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # NCCL's own thread looks at the device while collectives are captured.
+        mode = "global" if self._model.groups is None else "thread_local"
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode=mode):
             logits_SV, packed = run()
         self._memory = graph.pool()
         return CapturedStep(graph, inputs, starts_R1, sampling, logits_SV, packed)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from inference.engine.coverage import Bounds, Coverage, WeightLoadError, WeightSlot
-from inference.engine.worker import Worker
+from inference.engine.worker import Worker, quantized_rectangle, slices
 from inference.kernels.mxfp8 import BLOCK_SIZE, MAX_SCALE, MXFP8Tensor, dequantize
 
 logger = logging.getLogger(__name__)
@@ -82,18 +82,24 @@ class WeightLoader:
         self._next_version = version
         self._coverage = Coverage(self._worker.weight_layout)
 
-    def converted(self, name: str, tensor: Tensor | MXFP8Tensor) -> Tensor | MXFP8Tensor:
-        """A whole tensor of a checkpoint as `write` takes it: rounded, or widened out of MXFP8."""
+    def part_of(
+        self, name: str, tensor: Tensor | MXFP8Tensor
+    ) -> tuple[Bounds, Tensor | MXFP8Tensor] | None:
+        """Of a whole tensor of a checkpoint what is held here, as `write` takes it: its bounds, and
+        the values rounded, or widened out of MXFP8. None: nothing is."""
         slot = self._slots.get(name)
-        if slot is None:  # `write` knows what to say
-            return tensor
+        whole = tuple((0, size) for size in tensor.shape)
+        if slot is None:
+            return None if name in self._worker.elsewhere else (whole, tensor)
+        bounds = slot.bounds if tuple(tensor.shape) == slot.shape else whole
         dtype = getattr(torch, slot.dtype)
-        if not isinstance(tensor, MXFP8Tensor):
-            return tensor.to(dtype)
-        if slot.storage == "mxfp8":
-            return tensor
-        device = self._worker.device
-        return dequantize(tensor.values.to(device), tensor.scale.to(device), dtype)
+        if isinstance(tensor, MXFP8Tensor):
+            if slot.storage == "mxfp8":
+                return bounds, quantized_rectangle(tensor, bounds)
+            # Widened before it is cut: a rank's part may end inside a block.
+            device = self._worker.device
+            tensor = dequantize(tensor.values.to(device), tensor.scale.to(device), dtype)
+        return bounds, tensor[slices(bounds)].to(dtype)
 
     def write(self, name: str, bounds: Bounds, tensor: Tensor | MXFP8Tensor) -> None:
         """Copy one rectangle. WeightLoadError, and the load is over, when it does not fit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,9 +54,14 @@ class Sampled:
 class PendingSample:
     """Tokens of a step that the device may still be computing."""
 
-    def __init__(self, packed: Tensor, count: int) -> None:
-        """`packed`: of `pack`; the first `count` rows are wanted."""
-        self._fetch, self._count = Fetch(packed), count
+    def __init__(
+        self,
+        packed: Tensor,
+        count: int,
+        wait_for: Callable[[torch.cuda.Event], None] | None = None,
+    ) -> None:
+        """`packed`: of `pack`; the first `count` rows are wanted. `wait_for`: see `Fetch`."""
+        self._fetch, self._count = Fetch(packed, wait_for), count
 
     def wait(self) -> Sampled:
         packed = self._fetch.wait()

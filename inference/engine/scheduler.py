@@ -40,6 +40,12 @@ class Schedule:
     """Leading rows with exactly one new token."""
 
 
+def empty_schedule() -> Schedule:
+    """Of a step without requests."""
+    no_rows, nobody = np.zeros(0, np.int64), np.zeros(0, bool)
+    return Schedule(no_rows, no_rows, nobody, nobody, 0)
+
+
 @dataclass(slots=True, eq=False)
 class Group:
     """The live requests of one group: same prompt, so one copy of its full pages is enough."""

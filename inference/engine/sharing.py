@@ -81,6 +81,15 @@ class DecodePlanner:
         ]
         return HostPlan(*units)
 
+    def plan_padding(self, num_rows: int) -> HostPlan:
+        """Units for rows without keys, an empty one each."""
+        no_pages_R = np.zeros(num_rows, np.int64)
+        units = [
+            plan_units(no_pages_R, None, None, workers.own, capacity=num_rows)
+            for workers in self._workers
+        ]
+        return HostPlan(*units)
+
     def groups(self, rows: RunningRows, rows_R: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """(bounds [G + 1] of neighbours in one group, pages [G] that all of them share).
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -75,7 +75,11 @@ class Staging:
 class Fetch:
     """A tensor on its way to the host; `wait` gives it as an array."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(
+        self, tensor: Tensor, wait_for: Callable[[torch.cuda.Event], None] | None = None
+    ) -> None:
+        """`wait_for`: how to wait for the device, if not simply by `synchronize`."""
+        self._wait_for = wait_for or torch.cuda.Event.synchronize
         self._event: torch.cuda.Event | None = None
         self._host = tensor
         if tensor.device.type == "cpu":
@@ -87,5 +91,5 @@ class Fetch:
 
     def wait(self) -> np.ndarray:
         if self._event is not None:
-            self._event.synchronize()
+            self._wait_for(self._event)
         return self._host.numpy()

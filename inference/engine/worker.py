@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from inference.config import SPARSE, ConfigError, EngineConfig, ModelConfig
-from inference.engine.batch import StepBatch, build_batch
+from inference.engine.batch import StepBatch, build_batch, padding_batch
 from inference.engine.coverage import Bounds, WeightLoadError, WeightSlot
 from inference.engine.graphs import DecodeGraphs
 from inference.engine.rows import PENDING, RunningRows
 from inference.engine.sampler import PendingSample, pack, sample
-from inference.engine.scheduler import Schedule
+from inference.engine.scheduler import Schedule, empty_schedule
 from inference.engine.sharing import DecodePlanner, Workers
 from inference.engine.staging import Staging
 from inference.kernels.hardware import num_multiprocessors
@@ -22,13 +25,33 @@ from inference.kernels.mxfp8 import BLOCK_SIZE, MAX_SCALE, MXFP8Tensor, hash_ten
 from inference.kernels.paging import LayerPages
 from inference.kernels.tensor_hash import tensor_hash
 from inference.models.minimax_m3 import Capture, MiniMaxM3
-from inference.models.weights import TensorSpec, published_tensors, runtime_placement
+from inference.models.weights import TensorSpec, published_tensors
+from inference.parallel.config import ParallelConfig, local_config
+from inference.parallel.groups import ParallelGroups
+from inference.parallel.shards import Shard, runtime_shards
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks know of the next step, with several dp groups."""
+
+    max_tokens: int
+    """Of any group; 0: nobody launches a step."""
+    graph_rows: int | None
+    """Rows of the largest group, if all replay the graph of its size; None: nobody replays one."""
+    shares: bool
+    """Whether any group has requests that share pages."""
 
 
 class Worker:
     """Holds everything that lives on the device. `config` is resolved for `model_config`."""
 
-    def __init__(self, model_config: ModelConfig, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        groups: ParallelGroups | None = None,
+    ) -> None:
         assert config.page_size is not None, "EngineConfig.resolve fills in the page size"
         assert config.max_model_len is not None, "EngineConfig.resolve fills in the length"
         self.device = torch.device(config.device)
@@ -37,18 +60,28 @@ class Worker:
                 f"device={config.device!r}: torch {torch.__version__} sees no CUDA device; use "
                 "device='cpu', or install a CUDA build of torch on a machine with a GPU"
             )
+        parallel = ParallelConfig() if groups is None else groups.config
+        parallel.check(model_config, config.quantization)
+        self._groups = groups
+        self.is_dp = parallel.dp > 1
+        self._agreed: Agreement | None = None
+        self.wait_for: Callable[[torch.cuda.Event], None] | None = None
+        """Waits for the device; with several ranks it ends when one of them does."""
+        if groups is not None:
+            self.wait_for = functools.partial(groups.wait_for_device, what="a step")
+        local = local_config(model_config, parallel)
         self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         self.model = MiniMaxM3(
-            model_config, self.dtype, self.device, config.max_model_len, config.quantization
+            model_config, self.dtype, self.device, config.max_model_len, config.quantization, groups
         )
         self.pages = [
-            _allocate_pages(model_config, config, kind == SPARSE, self.dtype, self.device)
+            _allocate_pages(local, config, kind == SPARSE, self.dtype, self.device)
             for kind in model_config.layer_types
         ]
         self.capture: Capture | None = None
         if config.capture_routing or config.capture_blocks:
             self.capture = Capture.allocate(
-                model_config,
+                local,
                 config.num_pages * config.page_size,
                 self.device,
                 routing=config.capture_routing,
@@ -63,16 +96,51 @@ class Worker:
         self.planner: DecodePlanner | None = None
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda":
-            self.planner = _make_planner(model_config, config, self.device)
+            self.planner = _make_planner(local, config, self.device)
             if config.cuda_graph_sizes != ():
                 self.graphs = DecodeGraphs(
-                    self.model, self.pages, self.capture, self.planner, self._newest_M, config
+                    self.model,
+                    self.pages,
+                    self.capture,
+                    self.planner,
+                    self._newest_M,
+                    config,
+                    self.wait_for,
                 )
-        self._views = _weight_views(self.model, model_config, config.quantization)
+        shards = runtime_shards(model_config, parallel, 0 if groups is None else groups.rank)
+        specs = published_tensors(model_config)
+        self._views = _weight_views(self.model, specs, shards, config.quantization)
         self.weight_layout = [
-            _weight_slot(spec, config.dtype, is_quantized=spec.is_quantized(config.quantization))
-            for spec in published_tensors(model_config)
+            _weight_slot(spec, shards[spec.name], config) for spec in specs if spec.name in shards
         ]
+        self.elsewhere = {spec.name for spec in specs} - shards.keys()
+        """Published tensors of which other ranks hold everything."""
+
+    def has_anybody(self, has_here: bool) -> bool:
+        """Whether any dp group has what `has_here` says of this one; waits for the others."""
+        if not self.is_dp:
+            return has_here
+        assert self._groups is not None, "dp needs ranks"
+        return bool(self._groups.agree([int(has_here)], "agreement")[0])
+
+    def agree(self, rows: RunningRows, schedule: Schedule | None, *, has_requests: bool) -> bool:
+        """Learn what all dp groups do in the next step, which each must then launch.
+
+        Returns:
+            Whether any of them has requests.
+        """
+        assert self._groups is not None, "dp needs ranks"
+        num_tokens = num_rows = shares = 0
+        fits = self.graphs is not None
+        if schedule is not None:
+            num_tokens, num_rows = int(schedule.num_new_R.sum()), len(schedule.rows_R)
+            fits = self.graphs is not None and self.graphs.fits(schedule)
+            if fits and self.planner is not None:
+                shares = int(self.planner.groups(rows, schedule.rows_R) is not None)
+        numbers = [int(has_requests), num_tokens, num_rows, int(not fits), shares]
+        most = self._groups.agree(numbers, "agreement on a step")
+        self._agreed = Agreement(most[1], None if most[3] else most[2], bool(most[4]))
+        return bool(most[0])
 
     @torch.inference_mode()
     def launch(self, rows: RunningRows, schedule: Schedule) -> PendingSample:
@@ -80,9 +148,15 @@ class Worker:
 
         The rows must not be told of the step before this returns.
         """
-        if self.graphs is not None and self.graphs.fits(schedule):
-            return self.graphs.launch(rows, schedule)
+        agreed = self._agreed
+        uses_graph = self.graphs is not None and self.graphs.fits(schedule)
+        if agreed is not None:
+            uses_graph = agreed.graph_rows is not None
+        if uses_graph:
+            return self._replay(rows, schedule)
         batch = build_batch(rows, schedule, self._staging, self.planner)
+        if agreed is not None:
+            batch.max_tokens = agreed.max_tokens
         if batch.has_pending:
             newest_T = self._newest_M[batch.rows_T]
             batch.input_ids_T = torch.where(
@@ -90,12 +164,36 @@ class Worker:
             )
         tokens = sample(self.forward(batch), batch.sampling)
         self._newest_M[batch.sampling.rows_S] = tokens.ids_R
-        return PendingSample(pack(tokens), len(tokens.ids_R))
+        return PendingSample(pack(tokens), len(tokens.ids_R), self.wait_for)
+
+    @torch.inference_mode()
+    def launch_empty(self, rows: RunningRows) -> None:
+        """Take part in the step that `agree` was about, if anybody launches one, on padding."""
+        agreed = self._agreed
+        assert agreed is not None, "the groups have agreed"
+        if not agreed.max_tokens:
+            return
+        if agreed.graph_rows is not None:
+            self._replay(rows, empty_schedule())
+            return
+        ids_T, paged = padding_batch(self._staging, self.page_size, self.planner)
+        self.model(ids_T, paged, self.pages, self.capture, max_tokens=agreed.max_tokens)
+
+    def _replay(self, rows: RunningRows, schedule: Schedule) -> PendingSample:
+        assert self.graphs is not None, "the caller has checked"
+        if self._agreed is None:
+            return self.graphs.launch(rows, schedule)
+        assert self._agreed.graph_rows is not None, "the groups agreed on a graph"
+        return self.graphs.launch(
+            rows, schedule, min_rows=self._agreed.graph_rows, shares=self._agreed.shares
+        )
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
         """Compute the step, its keys into the pages; returns the logits to sample from, [S, V]."""
-        hidden_TC = self.model(batch.input_ids_T, batch.paged, self.pages, self.capture)
+        hidden_TC = self.model(
+            batch.input_ids_T, batch.paged, self.pages, self.capture, max_tokens=batch.max_tokens
+        )
         return self.model.logits(hidden_TC[batch.last_token_S])
 
     def captured(self, pages: list[int], count: int) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -121,11 +219,16 @@ class Worker:
                 `unusable_weights`, so that the host need not wait for each write.
         """
         view = self._views[slot.name]
+        # `view` begins where the slot does.
+        inside = tuple(
+            (start - low, stop - low)
+            for (start, stop), (low, _) in zip(bounds, slot.bounds, strict=True)
+        )
         if not isinstance(view, MXFP8Tensor):
             assert isinstance(tensor, Tensor), "checked by check_rectangle"
-            view[_slices(bounds)].copy_(tensor)
+            view[slices(inside)].copy_(tensor)
             return
-        part = _rectangle(view, bounds)
+        part = quantized_rectangle(view, inside)
         if not isinstance(tensor, MXFP8Tensor):
             quantize_into(tensor.to(self.device), part)
             return
@@ -147,61 +250,66 @@ class Worker:
         ]
 
     def hash_weights(self) -> dict[str, int]:
-        """Hash of every published tensor as it lies in the runtime's parameters.
+        """Hash of every published tensor, or the rectangle held here, as it lies in the parameters.
 
         That of a tensor in MXFP8 is over its stored bytes, see `mxfp8.hash_tensor`.
         """
-        return {
-            name: hash_tensor(view, name=name)
-            if isinstance(view, MXFP8Tensor)
-            else tensor_hash(view, name=name)
-            for name, view in self._views.items()
-        }
+        hashes = {}
+        for slot in self.weight_layout:
+            view, offsets = self._views[slot.name], tuple(start for start, _ in slot.bounds)
+            if isinstance(view, MXFP8Tensor):
+                found = hash_tensor(view, name=slot.name, offsets=offsets, shape=slot.shape)
+            else:
+                found = tensor_hash(view, name=slot.name, offsets=offsets, shape=slot.shape)
+            hashes[slot.name] = found
+        return hashes
 
 
-def _slices(bounds: Bounds) -> tuple[slice, ...]:
+def slices(bounds: Bounds) -> tuple[slice, ...]:
+    """`bounds` as an index."""
     return tuple(slice(start, stop) for start, stop in bounds)
 
 
-def _rectangle(weight: MXFP8Tensor, bounds: Bounds) -> MXFP8Tensor:
+def quantized_rectangle(weight: MXFP8Tensor, bounds: Bounds) -> MXFP8Tensor:
     """A rectangle that cuts no block, in the same memory."""
     *outer, (start, stop) = bounds
     scale_bounds = (*outer, (start // BLOCK_SIZE, stop // BLOCK_SIZE))
-    return MXFP8Tensor(weight.values[_slices(bounds)], weight.scale[_slices(scale_bounds)])
+    return MXFP8Tensor(weight.values[slices(bounds)], weight.scale[slices(scale_bounds)])
 
 
-def _weight_slot(spec: TensorSpec, dtype: str, *, is_quantized: bool) -> WeightSlot:
-    if is_quantized:
-        dtype = "bfloat16"
+def _weight_slot(spec: TensorSpec, shard: Shard, config: EngineConfig) -> WeightSlot:
+    is_quantized = spec.is_quantized(config.quantization)
+    dtype = "bfloat16" if is_quantized else config.dtype
     return WeightSlot(
         name=spec.name,
         dtype="float32" if spec.is_fp32 else dtype,
         shape=spec.shape,
-        bounds=tuple((0, size) for size in spec.shape),
+        bounds=shard.bounds,
         bucket=spec.bucket,
         storage="mxfp8" if is_quantized else "plain",
     )
 
 
 def _weight_views(
-    model: MiniMaxM3, config: ModelConfig, quantization: str
+    model: MiniMaxM3, specs: Sequence[TensorSpec], shards: Mapping[str, Shard], quantization: str
 ) -> dict[str, Tensor | MXFP8Tensor]:
     """Published name -> view into the parameters; together they are all of the parameters."""
     state = model.state_dict()
-    placement = runtime_placement(config)
     views: dict[str, Tensor | MXFP8Tensor] = {}
     num_unplaced = {param: tensor.numel() for param, tensor in state.items()}
-    for spec in published_tensors(config):
-        place = placement[spec.name]
-        shape = tuple(place.view(state).shape)
-        assert shape == spec.shape, f"{spec.name} lies in {shape}"
+    for spec in specs:
+        if spec.name not in shards:
+            continue
+        place, bounds = shards[spec.name].placement, shards[spec.name].bounds
+        shape = tuple(stop - start for start, stop in bounds)
+        assert place.view(state).shape == shape, f"{spec.name} does not lie in {shape}"
         if spec.is_quantized(quantization):
             view = place.quantized_view(state)
             views[spec.name] = view
             num_unplaced[f"{place.param}_scale"] -= view.scale.numel()
         else:
             views[spec.name] = place.view(state)
-        num_unplaced[place.param] -= math.prod(spec.shape)
+        num_unplaced[place.param] -= math.prod(shape)
     for param, count in num_unplaced.items():
         assert count == 0, f"published tensors leave {count} places of {param} or fill them twice"
     return views

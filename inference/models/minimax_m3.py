@@ -21,10 +21,15 @@ from inference.layers.linear import MLP
 from inference.layers.moe import MoE
 from inference.layers.norm import RMSNorm
 from inference.layers.rope import rope_table
+from inference.parallel.config import local_config
+from inference.parallel.groups import ParallelGroups
 
 
 class MiniMaxM3(nn.Module):
-    """Weights and forward pass of one replica; `weights.runtime_placement` says what lives where.
+    """Weights and forward pass of one replica, or of one of its ranks.
+
+    `parallel.shards.runtime_shards` says what lives where, for one rank
+    `weights.runtime_placement` does.
 
     Parameters are allocated, not initialised: a load must fill every one before `forward`. `dtype`
     is that of weights, residual stream and pages; router and head run in FP32 whatever it is, and
@@ -38,19 +43,27 @@ class MiniMaxM3(nn.Module):
         device: torch.device | str,
         max_positions: int | None = None,
         quantization: str = "none",
+        groups: ParallelGroups | None = None,
     ) -> None:
-        """`max_positions`: length of the rotary table; None takes `max_position_embeddings`."""
+        """
+        Args:
+            max_positions: length of the rotary table; None takes `max_position_embeddings`.
+            groups: the ranks that hold the rest of the model, all of which run it together.
+        """
         super().__init__()
-        self.config = config
+        self.config, self.groups = config, groups
+        local = config if groups is None else local_config(config, groups.config)
         device = torch.device(device)
         C, V, eps = config.hidden_size, config.vocab_size, config.rms_norm_eps
         self.embed_tokens = Embedding(V, C, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, dtype=dtype, quantization=quantization, device=device)
+            DecoderLayer(
+                local, i, dtype=dtype, quantization=quantization, device=device, groups=groups
+            )
             for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(C, eps, dtype=dtype, device=device)
-        self.lm_head = Head(V, C, dtype=dtype, device=device)
+        self.lm_head = Head(V, C, dtype=dtype, device=device, groups=groups)
         if max_positions is None:
             max_positions = config.max_position_embeddings
         rope_SX = rope_table(config.rotary_dim, config.rope_theta, max_positions, device)
@@ -62,8 +75,12 @@ class MiniMaxM3(nn.Module):
         batch: PagedBatch,
         pages: Sequence[LayerPages],
         capture: Capture | None = None,
+        max_tokens: int | None = None,
     ) -> Tensor:
         """Run the tokens of one engine step; their keys go into `pages`, one entry a layer.
+
+        Args:
+            max_tokens: with several dp groups, the most tokens that any of them runs.
 
         Returns:
             hidden_TC after the final norm, in the model's dtype; `logits` wants rows of it.
@@ -73,12 +90,20 @@ class MiniMaxM3(nn.Module):
             assert isinstance(layer, DecoderLayer)
             x_TC, stream_TC = layer.input_layernorm(stream_TC, update_TC)
             update_TC, blocks_TKB = layer.self_attn(x_TC, self.rope_SX, batch, layer_pages)
+            self._sum_over_tp(update_TC, "all-reduce of attention")
             x_TC, stream_TC = layer.post_attention_layernorm(stream_TC, update_TC)
-            update_TC, experts_TA = layer.feed_forward(x_TC)
+            update_TC, experts_TA = layer.feed_forward(x_TC, max_tokens)
+            if not layer.is_moe:  # experts have summed theirs
+                self._sum_over_tp(update_TC, "all-reduce of an MLP")
             if capture is not None:
                 capture.record(i, batch.slots_T, blocks_TKB, experts_TA)
         hidden_TC: Tensor = self.norm(stream_TC, update_TC)[0]
         return hidden_TC
+
+    def _sum_over_tp(self, partial_TC: Tensor, what: str) -> None:
+        """Complete, in place, what each tp rank has computed from its part of the weights."""
+        if self.groups is not None and self.groups.config.tp > 1:
+            self.groups.all_reduce(partial_TC, what).wait()
 
     def logits(self, hidden_RC: Tensor) -> Tensor:
         """[R, V] FP32 logits of rows of the hidden states."""
@@ -97,6 +122,7 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         quantization: str,
         device: torch.device,
+        groups: ParallelGroups | None,
     ) -> None:
         super().__init__()
         C, eps = config.hidden_size, config.rms_norm_eps
@@ -109,7 +135,13 @@ class DecoderLayer(nn.Module):
         self.is_moe = config.mlp_layer_types[layer] == MOE
         self.mlp: MoE | MLP
         if self.is_moe:
-            self.mlp = MoE(config, dtype=weight_dtype, expert_dtype=expert_dtype, device=device)
+            self.mlp = MoE(
+                config,
+                dtype=weight_dtype,
+                expert_dtype=expert_dtype,
+                device=device,
+                groups=groups,
+            )
         else:
             self.mlp = MLP(
                 C,
@@ -121,9 +153,16 @@ class DecoderLayer(nn.Module):
                 device=device,
             )
 
-    def feed_forward(self, x_TC: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(y_TC, chosen experts ids_TA, or None in a dense layer)."""
-        y_TC, experts_TA = self.mlp(x_TC) if self.is_moe else (self.mlp(x_TC), None)
+    def feed_forward(
+        self, x_TC: Tensor, max_tokens: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(y_TC, chosen experts ids_TA, or None in a dense layer).
+
+        With several tp ranks y_TC is the whole sum of experts, and this rank's part of an MLP.
+        """
+        if not self.is_moe:
+            return self.mlp(x_TC), None
+        y_TC, experts_TA = self.mlp(x_TC, max_tokens)
         return y_TC, experts_TA
 
 

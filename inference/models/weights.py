@@ -8,11 +8,12 @@ exporting are all a copy into, or out of, a view.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from inference.config import MOE, SPARSE, ModelConfig
@@ -224,14 +225,26 @@ def _placed(spec: TensorSpec, places: Mapping[str, Placement], drop_prefix: str 
 
 @overload
 def read_checkpoint(
-    path: str | Path, config: ModelConfig, *, allow_mxfp8: Literal[False] = False
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    allow_mxfp8: Literal[False] = False,
+    only: Container[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]: ...
 @overload
 def read_checkpoint(
-    path: str | Path, config: ModelConfig, *, allow_mxfp8: bool
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    allow_mxfp8: bool,
+    only: Container[str] | None = None,
 ) -> Iterator[tuple[str, Tensor | MXFP8Tensor]]: ...
 def read_checkpoint(
-    path: str | Path, config: ModelConfig, *, allow_mxfp8: bool = False
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    allow_mxfp8: bool = False,
+    only: Container[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor | MXFP8Tensor]]:
     """Every published tensor of the text model once, in the order of `published_tensors`.
 
@@ -241,13 +254,14 @@ def read_checkpoint(
     Args:
         allow_mxfp8: give tensors that are stored in MXFP8 (any of those that the released
             checkpoint quantises) as `MXFP8Tensor`; False: refuse them.
+        only: names that are wanted; None: all. All are checked.
 
     Raises:
         CheckpointError: an unknown or missing name, a wrong shape, a quantised tensor that is not
             allowed or not MXFP8, a truncated file; names the file and the tensor.
     """
     plan = check_checkpoint(path, config, allow_mxfp8=allow_mxfp8)
-    return _read(plan)
+    return _read([one for one in plan if only is None or one.spec.name in only])
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,11 +308,13 @@ def _read(plan: Sequence[PublishedTensor]) -> Iterator[tuple[str, Tensor | MXFP8
             yield name, tensor
             continue
         _, scale = next(tensors)
-        if bool((scale == NAN_SCALE).any()):
-            raise CheckpointError(
-                f"{one.scale.file}: {one.scale.name} holds the byte {NAN_SCALE}, which means NaN; "
-                "the checkpoint is damaged"
-            )
+        is_nan_value = (tensor.view(torch.uint8) & 0x7F) == 0x7F
+        for place, is_nan in ((one.stored, is_nan_value), (one.scale, scale == NAN_SCALE)):
+            if bool(is_nan.any()):
+                raise CheckpointError(
+                    f"{place.file}: {place.name} holds a byte that means NaN; the checkpoint is "
+                    "damaged"
+                )
         yield name, MXFP8Tensor(tensor, scale)
 
 

@@ -24,19 +24,23 @@ Experts, from a layer's tokens x_TC to y_TC on each of the tp ranks:
 (padding has expert -1) to all ranks; no count travels and the host waits for nothing, so decode
 steps capture it in a CUDA graph. *Counted*: a token goes once to each rank that holds any of its
 experts, after the counts went ahead and the host has read them. A rank without tokens takes part in
-both. Where a token reaches most ranks anyway (ep 2: 94 % of them) the fixed form is the faster one
-for prefill too; it sends a layer's largest share from every rank, which takes no longer.
+both. The wait for the counts takes about a millisecond, so the counted form is chosen only where it
+keeps much from travelling: long prefill chunks over many ranks. At ep 2 a token reaches 94 % of the
+ranks anyway.
 
 Everything is deterministic: sums have a fixed order, and collectives a fixed shape.
 
 Lockstep. Each rank drives an engine of its own. The tp ranks of a dp group are given the same
-requests in the same order and so schedule alike; the sampled tokens are those of tp rank 0. Before
-a step the dp groups agree, in one small host all-reduce, on: does anybody have work; is it a decode
-everywhere; the rows of the largest group (the graph size, or the fixed form's rows). A group
+requests in the same order and so schedule alike; each part of the logits is computed on one rank
+and gathered, so that all sample the same tokens. Before a step the dp groups agree, in one small
+host all-reduce, on: does anybody have work; is it a decode that fits a graph everywhere; the rows
+of the largest group (the graph's size, or the fixed form's rows); does anybody share pages. A group
 without requests runs the step on padding. A collective is never skipped by one rank alone.
 
 Failure. The ranks watch one another over a mesh of sockets (`watch.py`): the death of a process
-closes its sockets, so all others learn it at once and name it; who waits in a collective is woken
-(NCCL groups are aborted, also under a graph replay) and raises `ParallelError` with the rank and
-the operation. A rank that is alive but does not come is named when the groups' timeout is over.
+closes its sockets, so all others learn it at once and name it. Hosts wait for the device, graph
+replays included, and for gloo's collectives with an eye on the watch, and raise `ParallelError`
+with the rank and the operation. A rank that is alive but does not come is named when the groups'
+timeout is over. What NCCL still has under way is aborted later and behind the host's back, which
+may fail or hang: the process is to report the error and end.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -96,6 +97,23 @@ class ParallelConfig:
             return f"does not divide num_local_experts={model.num_local_experts}"
         ranks = self.world // ep
         return _cut_fault("intermediate_size", model.intermediate_size, ranks, group)
+
+
+def local_config(config: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
+    """The model whose layers are as wide as one rank's: fewer heads, narrower MLPs and experts.
+
+    Experts and vocabulary are counted whole in it, since tokens and routing name them whole.
+    """
+    tp, kv_heads = parallel.tp, max(1, config.num_key_value_heads // parallel.tp)
+    return dataclasses.replace(
+        config,
+        num_attention_heads=config.num_attention_heads // tp,
+        num_key_value_heads=kv_heads,
+        index_n_heads=kv_heads,
+        dense_intermediate_size=config.dense_intermediate_size // tp,
+        shared_intermediate_size=config.shared_intermediate_size // tp,
+        intermediate_size=config.intermediate_size // parallel.width_ranks,
+    )
 
 
 def _tp_fault(model: ModelConfig, tp: int, group: int) -> str | None:

@@ -16,8 +16,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inference.parallel.add_rows import add_rows
+from inference.kernels.add_rows import add_rows
+from inference.kernels.local_ids import local_ids
 from inference.parallel.groups import ParallelGroups, Pending
+
+COUNT_BYTES = 256 << 20
+"""What takes as long to send as the counted form's host needs for the counts, about 1 ms."""
+COUNT_ROWS = 2048
+"""The counted form is for more rows of a rank than a decode step has: no graph can capture it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +77,23 @@ class ExpertExchange:
         """
         if num_rows is None:
             return self._counted(x_SC, ids_SA, weights_SA)
-        return self._fixed(*(_padded(t, num_rows, f) for t, f in _fills(x_SC, ids_SA, weights_SA)))
+        padded = [_padded(t, num_rows, f) for t, f in _fills(x_SC, ids_SA, weights_SA)]
+        return FixedFlight(self, *self.groups.show_to_all(padded, "dispatch of tokens"))
+
+    def prefers_counted(self, num_rows: int, topk: int, row_bytes: int) -> bool:
+        """Whether the counted form is the faster one: where it saves much of what would travel."""
+        if num_rows < COUNT_ROWS:
+            return False
+        config = self.groups.config
+        reach = 1 - (1 - 1 / config.expert_groups) ** topk
+        saved = 2 * (1 - reach) * num_rows * (config.world - 1) * row_bytes
+        return saved > COUNT_BYTES
 
     def local_ids(self, ids_RA: Tensor) -> Tensor:
         """Experts of the model -> places among those held here, -1 for the others."""
-        local_RA = ids_RA - self.held.start
-        return local_RA.where((local_RA >= 0) & (local_RA < len(self.held)), -1)
-
-    def _fixed(self, x_SC: Tensor, ids_SA: Tensor, weights_SA: Tensor) -> FixedFlight:
-        message_SB = torch.cat([_bytes(x_SC), _bytes(ids_SA), _bytes(weights_SA)], dim=1)
-        assert message_SB.shape[1] % 4 == 0, "experts and weights are read where they arrive"
-        world = self.groups.config.world
-        everyone_RB = message_SB.new_empty((world * len(message_SB), message_SB.shape[1]))
-        pending = self.groups.all_gather(everyone_RB, message_SB, "dispatch of tokens")
-        cuts = (x_SC.shape[1] * x_SC.itemsize, ids_SA.shape[1] * 4)
-        return FixedFlight(self, pending, everyone_RB, x_SC.dtype, cuts)
+        if self.groups.config.expert_groups == 1:
+            return ids_RA
+        return local_ids(ids_RA, self.held.start, len(self.held))
 
     def fixed_index(self, num_rows: int, device: torch.device) -> Tensor:
         """[S, W] int32: where each rank's sum for each token arrives."""
@@ -116,25 +124,14 @@ class ExpertExchange:
 class FixedFlight:
     """Every rank has the same number of rows, and all go to all: no counts, no host."""
 
-    def __init__(
-        self,
-        exchange: ExpertExchange,
-        pending: Pending,
-        everyone_RB: Tensor,
-        dtype: torch.dtype,
-        cuts: tuple[int, int],
-    ) -> None:
-        self._exchange, self._pending = exchange, pending
-        self._everyone_RB, self._dtype, self._cuts = everyone_RB, dtype, cuts
+    def __init__(self, exchange: ExpertExchange, everyone: list[Tensor], pending: Pending) -> None:
+        """`everyone`: x, ids and weights of all ranks, once `pending` is over."""
+        self._exchange, self._everyone, self._pending = exchange, everyone, pending
 
     def received(self) -> Received:
         self._pending.wait()
-        x, ids, weights = self._everyone_RB.tensor_split((self._cuts[0], sum(self._cuts)), dim=1)
-        return Received(
-            x.view(self._dtype),
-            self._exchange.local_ids(ids.view(torch.int32)),
-            weights.view(torch.float32),
-        )
+        x_RC, ids_RA, weights_RA = self._everyone
+        return Received(x_RC, self._exchange.local_ids(ids_RA), weights_RA)
 
     def combine(self, partial_RC: Tensor, y_SC: Tensor) -> None:
         groups = self._exchange.groups
@@ -211,9 +208,5 @@ def _padded(tensor: Tensor, num_rows: int, fill: int) -> Tensor:
     if missing < 0:
         raise ValueError(f"{len(tensor)} tokens do not fit into num_rows={num_rows}")
     if not missing:
-        return tensor
+        return tensor.contiguous()
     return torch.cat([tensor, tensor.new_full((missing, tensor.shape[1]), fill)])
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)

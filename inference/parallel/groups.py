@@ -7,8 +7,9 @@ collective of a process that is alive, `watch.py` notices one that is not.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from inference.parallel.config import ParallelConfig
 from inference.parallel.watch import ParallelError, Watch
@@ -25,13 +27,15 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 POLL_S = 20e-6
 """Between two looks at a device that is not done: little beside a step, and lets threads run."""
+ABORT_AFTER_S = 2.0
+"""From trouble to the abort of NCCL's work: who can say what is wrong has said it by then."""
 
 
 @dataclass(slots=True)
 class Pending:
     """A collective under way; its tensors stay untouched until `wait` returns."""
 
-    work: Any
+    works: list[Any]
     what: str
     watch: Watch
     kept: tuple[Tensor, ...] = field(default=())
@@ -43,17 +47,18 @@ class Pending:
         Raises:
             ParallelError: it is not, in time; says whose fault that is.
         """
-        if not self.kept[0].is_cuda:
-            self._wait_on_host()
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise self.watch.explain(self.what, error) from error
+        for work in self.works:
+            if not self.kept[0].is_cuda:
+                self._wait_on_host(work)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.watch.explain(self.what, error) from error
         self.kept = ()
 
-    def _wait_on_host(self) -> None:
+    def _wait_on_host(self, work: Any) -> None:
         """Until the work is over or another rank is in trouble, which may mean that it never is."""
-        changed, future = self.watch.changed, self.work.get_future()
+        changed, future = self.watch.changed, work.get_future()
 
         def wake(_: object) -> None:
             with changed:
@@ -71,7 +76,8 @@ class ParallelGroups:
     """One rank's place among the ranks of its replica, and how it talks with them.
 
     Every collective starts at once and returns a `Pending`. What fails raises ParallelError, after
-    which the groups are good for nothing but `close`.
+    which the groups are good for nothing but `close(error)`, and the process should end: with
+    os._exit on CUDA, where a kernel may still wait for a rank that is gone.
     """
 
     config: ParallelConfig
@@ -84,6 +90,7 @@ class ParallelGroups:
     world_group: dist.ProcessGroup
     host_group: dist.ProcessGroup
     """All ranks, gloo: what the hosts agree on before a step."""
+    is_aborting: bool = False
 
     @classmethod
     def create(
@@ -124,7 +131,7 @@ class ParallelGroups:
             tp_groups = [dist.new_group(ranks, device_timeout, backend) for ranks in members]
             tp_group = tp_groups[config.dp_rank(rank)]
         groups = cls(config, rank, watch, timeout_s, tp_group, world_group, host_group)
-        watch.on_trouble = groups.abort
+        watch.on_trouble = groups.abort_later
         return groups
 
     def all_reduce(self, x: Tensor, what: str = "all-reduce") -> Pending:
@@ -133,13 +140,42 @@ class ParallelGroups:
             what, (x,), lambda: dist.all_reduce(x, group=self.tp_group, async_op=True)
         )
 
-    def all_gather(self, out: Tensor, x: Tensor, what: str, *, tp_only: bool = False) -> Pending:
-        """`out` [ranks · n, ...] becomes the x [n, ...] of all ranks (of the tp ranks), in order.
+    def gather_over_tp(self, x: Tensor, what: str) -> Tensor:
+        """[tp · n, ...]: the x [n, ...] of the tp ranks in order; `x` is contiguous."""
+        out = x.new_empty((self.config.tp * len(x), *x.shape[1:]))
+        self._start(
+            what, (out, x), lambda: _all_gather(out, x, group=self.tp_group, async_op=True)
+        ).wait()
+        return out
 
-        Both are contiguous.
-        """
-        group = self.tp_group if tp_only else self.world_group
-        return self._start(what, (out, x), lambda: _all_gather(out, x, group=group, async_op=True))
+    def show_to_all(self, x: Sequence[Tensor], what: str) -> tuple[list[Tensor], Pending]:
+        """Each x [n, ...] becomes [world · n, ...], those of all ranks in order; contiguous."""
+        world, group = self.config.world, self.world_group
+        out = [t.new_empty((world * len(t), *t.shape[1:])) for t in x]
+
+        def gather() -> list[Any]:
+            pairs = zip(out, x, strict=True)
+            return [_all_gather(o, t, group=group, async_op=True) for o, t in pairs]
+
+        def send() -> list[Any]:
+            # Straight to each rank, all in one kernel: for large x faster than NCCL's all-gather.
+            with _coalescing_manager(group, x[0].device, async_ops=True) as together:
+                for o, t in zip(out, x, strict=True):
+                    parts = list(o.view(world, *t.shape).unbind(0))
+                    dist.all_to_all(parts, [t] * world, group=group, async_op=True)
+            return list(together.works)
+
+        return out, self._start(what, (*out, *x), send if x[0].is_cuda else gather)
+
+    def agree(self, numbers: Sequence[int], what: str) -> list[int]:
+        """The largest of each number over all ranks, known to all hosts; waits for them."""
+        most = torch.tensor(numbers, dtype=torch.int64)
+        self._start(
+            what,
+            (most,),
+            lambda: dist.all_reduce(most, dist.ReduceOp.MAX, self.host_group, async_op=True),
+        ).wait()
+        return most.tolist()
 
     def all_to_all(
         self,
@@ -183,26 +219,36 @@ class ParallelGroups:
         end = time.monotonic() + self.timeout_s
         while not is_past():
             if self.watch.is_trouble or time.monotonic() > end:
-                error = self.watch.explain(what, None)
-                self.abort()
-                raise error
+                self.abort_later()
+                raise self.watch.explain(what, None)
             time.sleep(POLL_S)
         self.watch.check(what)
 
-    def abort(self) -> None:
-        """Wake who waits for the device: NCCL's kernels end; gloo's waits end by themselves."""
+    def abort_later(self) -> None:
+        """Have NCCL's kernels end in a while, for a thread that waits for the device elsewhere.
+
+        The abort itself may hang, so nobody waits for it; NCCL's watchdog ends the process then.
+        """
+        if self.is_aborting or dist.get_backend(self.world_group) != "nccl":
+            return
+        self.is_aborting = True
+        threading.Thread(target=self._abort, name="abort", daemon=True).start()
+
+    def _abort(self) -> None:
+        time.sleep(ABORT_AFTER_S)
         for group in {self.world_group, self.tp_group}:
-            if dist.get_backend(group) == "nccl":
-                with contextlib.suppress(RuntimeError):  # aborted already
-                    group.abort()
+            with contextlib.suppress(RuntimeError):  # aborted already
+                group.abort()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave; with this rank's own `error` the others are told of it and fail too."""
+        """Leave; with this rank's own `error` the others are told of it and fail too.
+
+        After an error the groups stay as they are: taking them down would wait for what broke.
+        """
         if error is not None and not isinstance(error, ParallelError):
             self.watch.fail(f"{type(error).__name__}: {error}")
         self.watch.close()
         if error is not None:
-            self.abort()
             return
         for group in {self.tp_group, self.world_group, self.host_group}:
             dist.destroy_process_group(group)
@@ -213,7 +259,8 @@ class ParallelGroups:
             work = begin()
         except RuntimeError as error:
             raise self.watch.explain(what, error) from error
-        return Pending(work, what, self.watch, tuple(kept))
+        works = work if isinstance(work, list) else [work]
+        return Pending(works, what, self.watch, tuple(kept))
 
 
 def _gather(own: tuple[str, int], group: dist.ProcessGroup) -> list[tuple[str, int]]:

@@ -42,15 +42,15 @@ class ParallelExperts:
         expert_sum: ExpertSum,
         shared_sum: SharedSum,
         *,
-        max_tokens: int | None,
+        max_tokens: int,
     ) -> Tensor:
         """The whole sum for this dp group's tokens, [T, C]; equal on its tp ranks.
 
         Args:
             x_TC, ids_TA, weights_TA: as `expert_gemm` takes them, experts by their ids in the
                 model; equal on the tp ranks.
-            max_tokens: of all dp groups, the same number on all ranks: the fixed form of
-                `ExpertExchange`; None: the counted one. Means nothing with one dp group.
+            max_tokens: of all dp groups, the same number on all ranks. Means nothing with one dp
+                group.
 
         Raises:
             ParallelError: a rank failed, died, or did not come in time.
@@ -71,14 +71,16 @@ class ParallelExperts:
         weights_TA: Tensor,
         expert_sum: ExpertSum,
         shared_sum: SharedSum,
-        max_tokens: int | None,
+        max_tokens: int,
     ) -> Tensor:
         """Partial sums: the shared expert's for all tokens, the routed ones' for this rank's."""
         tp = self._groups.config.tp
-        num_rows = None if max_tokens is None else -(-max_tokens // tp)
+        num_rows = -(-max_tokens // tp)
+        row_bytes = x_TC.shape[1] * x_TC.itemsize
+        counts = self._exchange.prefers_counted(num_rows, ids_TA.shape[1], row_bytes)
         mine = _share(len(x_TC), tp, self._groups.config.tp_rank(self._groups.rank))
         flight = self._exchange.dispatch(
-            x_TC[mine], ids_TA[mine], weights_TA[mine], num_rows=num_rows
+            x_TC[mine], ids_TA[mine], weights_TA[mine], num_rows=None if counts else num_rows
         )
         y_TC = shared_sum(x_TC)
         arrived = flight.received()

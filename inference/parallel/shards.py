@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from inference.config import ModelConfig
 from inference.models.weights import Placement, TensorSpec, published_tensors, runtime_placement
-from inference.parallel.config import ParallelConfig
+from inference.parallel.config import ParallelConfig, local_config
 
 Bounds = tuple[tuple[int, int], ...]
 """Start and stop along each dimension."""
@@ -39,23 +38,6 @@ class Shard:
     """Of the published tensor."""
     placement: Placement
     """Where it lies in the rank's parameters."""
-
-
-def local_config(config: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
-    """The model whose layers are as wide as one rank's: fewer heads, narrower MLPs and experts.
-
-    Experts and vocabulary are counted whole in it, since tokens and routing name them whole.
-    """
-    tp, kv_heads = parallel.tp, max(1, config.num_key_value_heads // parallel.tp)
-    return dataclasses.replace(
-        config,
-        num_attention_heads=config.num_attention_heads // tp,
-        num_key_value_heads=kv_heads,
-        index_n_heads=kv_heads,
-        dense_intermediate_size=config.dense_intermediate_size // tp,
-        shared_intermediate_size=config.shared_intermediate_size // tp,
-        intermediate_size=config.intermediate_size // parallel.width_ranks,
-    )
 
 
 def runtime_shards(config: ModelConfig, parallel: ParallelConfig, rank: int) -> dict[str, Shard]:

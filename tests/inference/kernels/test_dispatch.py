@@ -10,11 +10,13 @@ import torch
 
 import inference.kernels
 from inference.kernels import mxfp8
+from inference.kernels.add_rows import add_rows
 from inference.kernels.decode_plan import DecodePlan, plan_units
 from inference.kernels.dispatch import require_reference
 from inference.kernels.expert_gemm import expert_gemm
 from inference.kernels.index_select import index_select
 from inference.kernels.linear import linear
+from inference.kernels.local_ids import local_ids
 from inference.kernels.msa_attention import msa_attention
 from inference.kernels.paged_attention import paged_attention
 from inference.kernels.paging import LayerPages, PagedBatch
@@ -85,6 +87,11 @@ def call_expert_gemm(device: Device) -> None:
     expert_gemm(x, w13, w2, ids, torch.ones(1, 1, device=device), alpha=1.0, limit=7.0)
 
 
+def call_add_rows(device: Device) -> None:
+    y, index = torch.zeros(1, 4, device=device), torch.zeros(1, 2, device=device).int()
+    add_rows(y, torch.zeros(1, 4, device=device), torch.zeros(0, 4, device=device), index)
+
+
 def call_mxfp8(device: Device) -> None:
     mxfp8.quantize(torch.zeros(1, 32, device=device, dtype=torch.bfloat16))
 
@@ -104,11 +111,13 @@ def call_sample_logprob(device: Device) -> None:
 
 
 CALLS: dict[str, Callable[[Device], object]] = {
+    "add_rows": call_add_rows,
     "expert_gemm": call_expert_gemm,
     "index_select": call_index_select,
     "linear": lambda device: linear(
         torch.zeros(1, 4, device=device), torch.zeros(2, 4, device=device)
     ),
+    "local_ids": lambda device: local_ids(torch.zeros(1, 1, device=device).int(), 0, 1),
     "msa_attention": call_msa_attention,
     "mxfp8": call_mxfp8,
     "paged_attention": call_paged_attention,

@@ -272,11 +272,13 @@ def test_scales_that_are_missing_or_of_another_format_are_named(tmp_path, change
         read_checkpoint(tmp_path, model_config(QUANTIZABLE), allow_mxfp8=True)
 
 
-def test_a_scale_of_nan_is_named_when_it_is_read(tmp_path):
-    scale = quantize(random_tensors(QUANTIZABLE, 0, torch.bfloat16)[W2]).scale
-    scale[3, 1] = 255
-    write_quantized(tmp_path, {SCALE: scale})
-    with pytest.raises(CheckpointError, match=rf"{SCALE} holds the byte 255, which means NaN"):
+@pytest.mark.parametrize(("name", "byte"), [(W2, 0x7F), (W2, 0xFF), (SCALE, 0xFF)])
+def test_bytes_that_mean_nan_are_named_when_they_are_read(tmp_path, name, byte):
+    stored = quantize(random_tensors(QUANTIZABLE, 0, torch.bfloat16)[W2])
+    changes = {W2: stored.values, SCALE: stored.scale}
+    changes[name].view(torch.uint8)[3, 1] = byte
+    write_quantized(tmp_path, changes)
+    with pytest.raises(CheckpointError, match=rf"{name} holds a byte that means NaN"):
         dict(read_checkpoint(tmp_path, model_config(QUANTIZABLE), allow_mxfp8=True))
 
 

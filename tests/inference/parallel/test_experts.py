@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from inference.kernels.expert_gemm import expert_gemm
+from inference.parallel import exchange
 from inference.parallel.config import ParallelConfig
 from inference.parallel.moe import ParallelExperts
 from tests.inference.parallel.ranks import Ranks, groups_for
@@ -78,7 +80,11 @@ def tokens(counts: Sequence[int], seed: int, experts: Sequence[int]) -> list[tup
 
 
 def run_rank(
-    rank: int, config: ParallelConfig, batch: list[tuple[Tensor, ...]], max_tokens: int | None
+    rank: int,
+    config: ParallelConfig,
+    batch: list[tuple[Tensor, ...]],
+    max_tokens: int,
+    form: str = "fixed",
 ) -> Tensor:
     weights = Weights.random().of_rank(config, rank)
     x, ids, route = batch[config.dp_rank(rank)]
@@ -94,7 +100,9 @@ def run_rank(
         )
 
     experts = ParallelExperts(groups_for(config), E)
-    return experts(x, ids, route, expert_sum, shared_sum, max_tokens=max_tokens)
+    least = -1 if form == "counted" else 1 << 40
+    with patch.multiple(exchange, COUNT_BYTES=least, COUNT_ROWS=least):
+        return experts(x, ids, route, expert_sum, shared_sum, max_tokens=max_tokens)
 
 
 BATCHES = {
@@ -116,8 +124,8 @@ def test_every_division_of_four_ranks_equals_one_rank(
     for seed, (name, (counts, experts)) in enumerate(BATCHES.items()):
         batch = tokens(counts[: config.dp], seed, tuple(experts))
         # A decode step is padded to the size of a captured graph: more rows than anybody has.
-        max_tokens = None if form == "counted" else max(counts[: config.dp]) + seed % 3
-        found = four_ranks.results(run_rank, config, batch, max_tokens)
+        max_tokens = max(counts[: config.dp]) + seed % 3
+        found = four_ranks.results(run_rank, config, batch, max_tokens, form)
         for rank, y in enumerate(found):
             x, ids, route = batch[config.dp_rank(rank)]
             wanted = expert_gemm(x, one.w13, one.w2, ids, route, **ACT, shared=one.shared)
@@ -125,22 +133,20 @@ def test_every_division_of_four_ranks_equals_one_rank(
             assert torch.equal(y, found[rank - config.tp_rank(rank)]), "tp ranks differ"
 
 
-@pytest.mark.parametrize("max_tokens", [None, 13])
-def test_the_same_tokens_give_the_same_bits(four_ranks: Ranks, max_tokens: int | None):
+@pytest.mark.parametrize("form", ["fixed", "counted"])
+def test_the_same_tokens_give_the_same_bits(four_ranks: Ranks, form: str):
     config = ParallelConfig(tp=2, dp=2)
     batch = tokens([13, 4], 3, tuple(range(E)))
-    first, again = (four_ranks.results(run_rank, config, batch, max_tokens) for _ in range(2))
+    first, again = (four_ranks.results(run_rank, config, batch, 13, form) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def count_arrivals(rank: int, config: ParallelConfig, ids: list[Tensor]) -> list[float]:
     """First element (its number) of every token that arrives at this rank in the counted form."""
-    from inference.parallel.exchange import ExpertExchange
-
     own = ids[rank]
     x = torch.arange(len(own)).float()[:, None] + 100 * rank
-    exchange = ExpertExchange(groups_for(config), E)
-    arrived = exchange.dispatch(x.repeat(1, 2), own, torch.ones(own.shape)).received()
+    own_exchange = exchange.ExpertExchange(groups_for(config), E)
+    arrived = own_exchange.dispatch(x.repeat(1, 2), own, torch.ones(own.shape)).received()
     return sorted(arrived.x_RC[:, 0].tolist())
 
 
@@ -150,6 +156,17 @@ def test_a_token_travels_once_to_each_rank_that_holds_any_of_its_experts(four_ra
     tensors = [torch.tensor(rows, dtype=torch.int32) for rows in ids]
     found = four_ranks.results(count_arrivals, ParallelConfig(dp=4), tensors)
     assert found == [[0, 1], [1, 300], [300, 301], [100]]
+
+
+def counted_pays(rank: int, config: ParallelConfig) -> list[bool]:
+    own = exchange.ExpertExchange(groups_for(config), 8)
+    return [own.prefers_counted(rows, 1, 12288) for rows in (1, 128, 8192)]
+
+
+def test_counts_are_exchanged_only_where_that_saves_enough(four_ranks: Ranks):
+    # A top-1 token reaches one of four ranks: 3/4 of 3 · 8192 rows stay where they are, both ways.
+    found = four_ranks.results(counted_pays, ParallelConfig(dp=4))
+    assert found == [[False, False, True]] * 4
 
 
 def too_few_rows(rank: int, config: ParallelConfig, batch: list[tuple[Tensor, ...]]) -> Tensor:

@@ -33,9 +33,10 @@ def collective(groups: ParallelGroups, way: str) -> None:
 def misbehave(rank: int, way: str, victim: int, how: str, timeout_s: float) -> tuple[str, float]:
     """What the rank says of a collective without `victim`, and after how many seconds."""
     groups = ParallelGroups.create(WAY[way], timeout_s=timeout_s)
-    collective(groups, way)
     begin = time.monotonic()
     try:
+        # Complete on the victim before it is on the others, who may miss it here already.
+        collective(groups, way)
         if rank == victim:
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)

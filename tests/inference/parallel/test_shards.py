@@ -10,8 +10,8 @@ from torch import Tensor
 
 from inference.models.minimax_m3 import MiniMaxM3
 from inference.models.weights import published_tensors
-from inference.parallel.config import ParallelConfig
-from inference.parallel.shards import Shard, local_config, runtime_shards
+from inference.parallel.config import ParallelConfig, local_config
+from inference.parallel.shards import Shard, runtime_shards
 from tests.tiny_models import model_config, tiny_config
 
 MODEL = model_config(tiny_config(vocab_size=96, num_attention_heads=8, shared_intermediate_size=32))

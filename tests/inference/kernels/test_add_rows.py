@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from inference.parallel.add_rows import add_rows, kernel, reference
-from tests.inference.kernels.conftest import cuda, kernel_device  # noqa: F401
+from inference.kernels.add_rows import add_rows, kernel, reference
 
 
 def case(num_tokens, num_ranks, num_rows, num_own, width, dtype, device):
@@ -39,7 +38,7 @@ def test_bfloat16_is_rounded_once():
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1, 0, 4), (5, 4, 7, 3, 36), (3, 2, 0, 4, 1500), (2, 8, 5, 0, 2048)]
 )
-def test_the_kernel_equals_the_reference(kernel_device, shape, dtype):  # noqa: F811
+def test_the_kernel_equals_the_reference(kernel_device, shape, dtype):
     y, rows, own, index = case(*shape, dtype, kernel_device)
     wanted = y.clone()
     reference.add_rows(wanted, rows, own, index)
@@ -47,7 +46,7 @@ def test_the_kernel_equals_the_reference(kernel_device, shape, dtype):  # noqa: 
     assert torch.equal(y, wanted)
 
 
-def test_rows_of_a_wider_matrix_are_changed_in_place(kernel_device):  # noqa: F811
+def test_rows_of_a_wider_matrix_are_changed_in_place(kernel_device):
     _, rows, own, index = case(3, 2, 4, 1, 16, torch.float32, kernel_device)
     wide = torch.zeros(5, 40, device=kernel_device)
     kernel.add_rows(wide[1:4, 8:24], rows, own, index)
@@ -58,7 +57,7 @@ def test_rows_of_a_wider_matrix_are_changed_in_place(kernel_device):  # noqa: F8
     assert not wide.any()
 
 
-def test_no_tokens(kernel_device):  # noqa: F811
+def test_no_tokens(kernel_device):
     kernel.add_rows(*case(0, 2, 4, 1, 16, torch.float32, kernel_device))
 
 
@@ -79,7 +78,7 @@ def test_tensors_that_do_not_fit_are_named(change, message):
 
 
 @pytest.mark.gpu
-def test_equals_the_reference_at_the_width_of_m3(cuda):  # noqa: F811
+def test_equals_the_reference_at_the_width_of_m3(cuda):
     y, rows, own, index = case(257, 8, 900, 200, 6144, torch.bfloat16, cuda)
     wanted = y.clone()
     reference.add_rows(wanted, rows, own, index)

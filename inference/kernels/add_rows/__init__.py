@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from inference.kernels.add_rows import reference
 from inference.kernels.dispatch import expect_dtype, expect_shape, use_kernel
-from inference.parallel.add_rows import reference
 
 OP = "add_rows"
 
@@ -27,7 +27,7 @@ def add_rows(y_SC: Tensor, rows_RC: Tensor, own_XC: Tensor, index_SW: Tensor) ->
     for name, tensor in (("rows_RC", rows_RC), ("own_XC", own_XC)):
         expect_dtype(OP, name, tensor, y_SC.dtype)
     if on_gpu:
-        from inference.parallel.add_rows import kernel
+        from inference.kernels.add_rows import kernel
 
         kernel.add_rows(y_SC, rows_RC, own_XC, index_SW)
     else:

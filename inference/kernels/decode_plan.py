@@ -80,7 +80,7 @@ def plan_units(
         num_pages_R: [R] pages that hold keys of each decode; 0 for a padding row.
         group_start_G1: [G + 1] bounds of groups of neighbouring decodes; None: no groups.
         shared_pages_G: [G] leading pages that all decodes of the group have in common, and that
-            all their query tokens see whole.
+            all their query tokens see whole; a prefill chunk of the same step may write them.
         num_workers: how many units the launch wants; never fewer units than decodes with pages.
         num_shared_workers: the same for the launch over shared pages; None: `num_workers`.
         capacity: exact number of own units for a captured launch; None takes as many as needed.

@@ -25,6 +25,10 @@ class PagedBatch:
     Decodes come first: `num_decodes` requests with `decode_query_len` query tokens each (1; up to 8
     when drafts are verified). Prefill chunks of any length follow. Rows of `page_table` are padded
     with -1.
+
+    On CUDA all of it is complete before the first kernel of the step: kernels read it while the
+    ones in front of them still run. In a step of decodes alone they read so, too, the pages before
+    that of a request's first query token, shared pages among them: those are of earlier steps.
     """
 
     positions_T: Tensor

@@ -28,10 +28,7 @@ def index_select(
         index_q_TKD: [T, K, index head dim], one index head per KV head.
         index_pages: [num_pages, page_size, index head dim], one key head; the queries' dtype or
             FP8 e4m3. Unwritten places may hold anything.
-        batch: on CUDA its decodes need a `plan`, and a missing page is not noticed. Where all its
-            tokens are decodes', what lies in the pages before the page of a request's first query
-            token is from earlier steps: it may be read while kernels of this step still run, and
-            so may the batch itself. Shared pages of the plan are such pages.
+        batch: on CUDA its decodes need a `plan`, and a missing page is not noticed.
         topk_blocks: any number on the CPU, 1 to 16 on CUDA.
 
     Returns:

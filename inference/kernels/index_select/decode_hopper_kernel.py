@@ -15,9 +15,9 @@ What is read before `gdc_wait` must therefore be older than the first such launc
   while a chunk of this very step still writes the pages of the prompt that both share. There
   nothing is fetched before the wait.
 
-Shared and own pages are read in one launch. It lets the choice begin once all its programs are past
-their wait, and the choice lets the kernel behind it begin at once: programs of that one take the
-places of those that end here.
+Shared and own pages are read in one launch. It lets the choice begin once all its programs that
+have pages, and the first, are past their wait, and the choice lets the kernel behind it begin at
+once: programs of that one take the places of those that end here.
 
 Suffixes: as in `decode_kernel`.
 """

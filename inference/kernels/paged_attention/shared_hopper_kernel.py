@@ -1,9 +1,9 @@
 """Shared pages of groups on Hopper: one warp fetches them, two warpgroups multiply and take turns.
 
-Does what `shared_kernel` does. The steps are those of `prefill_hopper_kernel`, but the rows are
-query heads of several requests instead of tokens of one and every row sees every key. A program
-stays on its multiprocessor and takes 128 rows of one unit and KV head after the other. Programs
-next to each other have the same pages, so that the second finds them in the L2 cache.
+Does what `shared_kernel` does, by the steps of `steps_hopper_kernel`: rows are query heads of
+several requests, and every row sees every key. A program stays on its multiprocessor and takes 128
+rows of one unit and KV head after the other. Programs next to each other have the same pages, so
+that the second finds them in the L2 cache.
 """
 
 import math
@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
 
 from inference.kernels.decode_plan import SHARED_ROWS
 from inference.kernels.hardware import is_hopper, num_multiprocessors
@@ -70,9 +71,16 @@ def _unit(
 def _produce(
     k_desc, v_desc, keys, values, shared_ptr, table_ptr, stride_table, num_items,
     TILE: gl.constexpr, TILES: gl.constexpr, K: gl.constexpr, PER_REQUEST: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Fetch without waiting for the kernel before: shared pages are older than the step."""
+    """Fetch the pages; with `EARLY` before the kernel in front has ended.
+
+    In a step of decodes alone shared pages are older than the step. Where there are prefill chunks
+    one of them may write the pages that requests which joined with a single token share.
+    """
     PAGE: gl.constexpr = keys[0].shape[1]
+    if not EARLY:
+        gdc_wait()
     i_use = 0
     i_round = 0
     num_rounds = _num_rounds(num_items)
@@ -158,6 +166,7 @@ def _attend_shared_hopper(
     PER_REQUEST: gl.constexpr,
     MAX_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     keys = make_ring(k_desc, STAGES, 2)
@@ -170,7 +179,7 @@ def _attend_shared_hopper(
             (_consume, (1, q_ptr, keys, values, shared_ptr, part_ptr, lse_ptr, stride_qt, stride_qh,
                         num_items, scale_log2, ROWS, TILES, K, G, PER_REQUEST, MAX_ROWS)),
             (_produce, (k_desc, v_desc, keys, values, shared_ptr, table_ptr, stride_table,
-                        num_items, 2 * ROWS, TILES, K, PER_REQUEST)),
+                        num_items, 2 * ROWS, TILES, K, PER_REQUEST, EARLY)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -231,6 +240,7 @@ def attend_shared(
         PER_REQUEST=per_request,
         MAX_ROWS=SHARED_ROWS * per_request,
         STAGES=STAGES,
+        EARLY=len(q_THD) == batch.num_decode_tokens,
         REGISTERS=240,
         num_warps=4,
         launch_pdl=True,

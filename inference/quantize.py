@@ -10,18 +10,21 @@ import argparse
 import json
 import logging
 import os
+import re
 import shutil
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from inference.config import ConfigError, ModelConfig
-from inference.kernels.mxfp8 import BLOCK_SIZE, SCALE_SUFFIX, quantize
+from inference.kernels.mxfp8 import BLOCK_SIZE, MAX_SCALE, SCALE_SUFFIX, quantize
 from inference.models.checkpoint import (
     CheckpointError,
     StoredTensor,
@@ -53,8 +56,9 @@ def quantize_checkpoint(
     """Write the checkpoint in directory `source` in MXFP8 as directory `target`.
 
     Wider weights are rounded to BF16 first; what is not quantised stays as it is, as do the other
-    files in `source`. `target` appears when it is complete. In memory is at most a layer, at most
-    5 GB of it.
+    files in `source`. In memory is at most a layer, at most 5 GB of it. `target` appears when
+    it is complete: until then it is `.NAME.PID.partial` beside it, which every exception removes.
+    One that is there already is refused, never removed: the process may run on another machine.
 
     Args:
         scope: 'experts', the routed ones; 'released', also attention with the index projections,
@@ -62,19 +66,16 @@ def quantize_checkpoint(
         device: where the bytes are computed, 'cpu' or 'cuda'.
 
     Raises:
-        CheckpointError: `target` exists; `source` cannot be read or is quantised already; a weight
-            is NaN or infinite, or its K no multiple of 32, by name; there is no such device.
+        CheckpointError: `target` exists, lies in `source` or has a partial folder beside it;
+            `source` cannot be read or is quantised already; a weight is NaN, infinite or too large
+            for the kernels, or its K no multiple of 32, by name; there is no such device.
         ConfigError: config.json is not a MiniMax-M3's.
     """
-    source, target = Path(source), Path(target)
+    source, target = _checked_paths(source, target)
     if scope not in SCOPES:
         raise CheckpointError(f"scope={scope!r}; use one of {', '.join(SCOPES)}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise CheckpointError(f"device={device!r}, but torch sees no CUDA device; use 'cpu'")
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists; give a path that does not")
-    if not source.is_dir():
-        raise CheckpointError(f"{source} is not a directory; give that of a MiniMax-M3 checkpoint")
     config = ModelConfig.from_pretrained(source)
     raw = read_json(source / "config.json")
     for section in (raw, raw.get("text_config") or {}):
@@ -108,6 +109,27 @@ def quantize_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     logger.info("%s: %d of %d tensors in MXFP8", target, sum(is_quantized), len(published))
+
+
+def _checked_paths(source: str | Path, target: str | Path) -> tuple[Path, Path]:
+    for name, path in (("IN", source), ("OUT", target)):
+        if not str(path):
+            raise CheckpointError(f"{name} is empty; give the path of a directory")
+    source, target = Path(source), Path(target)
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists; give a path that does not")
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is not a directory; give that of a MiniMax-M3 checkpoint")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"{target} lies in {source}; give a path outside it")
+    partial = re.compile(rf"\.{re.escape(target.name)}\.(\d+)\.partial")
+    for folder in target.parent.glob(".*.partial"):
+        if found := partial.fullmatch(folder.name):
+            raise CheckpointError(
+                f"{folder} is there: process {found[1]} is making {target}, or was killed before "
+                "it had; remove the folder if it no longer runs"
+            )
+    return source, target
 
 
 def quantization_config(specs: Mapping[str, TensorSpec], quantization: str) -> dict[str, Any]:
@@ -161,6 +183,11 @@ def _tensors(
             values, scale = quantize(tensor.to(device).to(torch.bfloat16))
         except ValueError as error:
             raise CheckpointError(f"{stored.file}: {stored.name}: {error}") from None
+        if bool((scale > MAX_SCALE).any()):
+            raise CheckpointError(
+                f"{stored.file}: {stored.name} holds magnitudes above "
+                f"{448 * 2 ** (MAX_SCALE - 127)}, the largest that the engine serves in MXFP8"
+            )
         yield stored.name, values
         yield stored.name + SCALE_SUFFIX, scale
     text = {one.stored.name for one in published}
@@ -182,6 +209,12 @@ def _copy_files(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """As Ctrl-C, and once only: a second SIGTERM does not stop the cleaning up."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt(number)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m inference.quantize", description="Quantise a BF16 checkpoint to MXFP8."
@@ -200,6 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         quantize_checkpoint(
             options.source, options.target, scope=options.scope, device=options.device
@@ -207,6 +241,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CheckpointError, ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt as stop:
+        number = stop.args[0] if stop.args else signal.SIGINT
+        print(f"error: stopped by {signal.Signals(number).name}", file=sys.stderr)
+        return 128 + number
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return 0
 
 

@@ -6,10 +6,11 @@ Knows files, headers and shards; which names a model has is known by `weights.py
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -18,6 +19,7 @@ from torch import Tensor
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class CheckpointError(ValueError):
@@ -40,7 +42,8 @@ def list_tensors(path: Path) -> dict[str, StoredTensor]:
 
     Raises:
         CheckpointError: no safetensors there, several without an index, an index that names a file
-            or tensor that does not exist, a truncated or foreign file.
+            or tensor that does not exist, or a file outside `path`, a truncated or foreign file, a
+            Git LFS pointer.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; give the directory of a checkpoint")
@@ -59,11 +62,17 @@ def list_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _list_indexed(index: Path) -> dict[str, StoredTensor]:
+    content = index.read_bytes()
+    _refuse_pointer(index, content)
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(content)["weight_map"]
         places = {str(name): index.parent / file for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not an index with a weight_map: {error!r}") from None
+    for name, file in weight_map.items():
+        # As written: a download cache links the shards to files that lie elsewhere.
+        if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+            raise CheckpointError(f"{index} puts {name} into {file}, outside the checkpoint")
     tensors = {}
     headers: dict[Path, dict[str, StoredTensor]] = {}
     for name, file in places.items():
@@ -80,9 +89,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
+            start = stream.read(len(_LFS_POINTER))
+            _refuse_pointer(file, start)
+            length = int.from_bytes(start[:8], "little")
             if size < 8 + length:
                 raise CheckpointError(f"{file} is truncated within its header ({size} bytes)")
+            stream.seek(8)
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         tensors = {
@@ -102,6 +114,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 f"{file} is truncated: {name} ends at byte {end}, the file at byte {size}"
             )
     return tensors
+
+
+def _refuse_pointer(file: Path, content: bytes) -> None:
+    if content.startswith(_LFS_POINTER):
+        raise CheckpointError(f"{file} is a Git LFS pointer; fetch the file itself (git lfs pull)")
 
 
 def read_tensors(stored: Iterable[tuple[str, StoredTensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -186,7 +203,12 @@ def _own_copy(tensor: Tensor) -> Tensor:
 
 
 def _save(shard: dict[str, Tensor], file: Path) -> None:
+    """With the mode that the umask gives: safetensors renames a temporary file of mode 0600."""
     try:
+        file.touch()
+        mode = stat.S_IMODE(file.stat().st_mode)
         save_file(shard, file, metadata={"format": "pt"})
+        file.chmod(mode)
     except (SafetensorError, OSError) as error:
+        file.unlink(missing_ok=True)
         raise CheckpointError(f"cannot write {file}: {error}") from error

@@ -5,10 +5,12 @@ import json
 import logging
 import os
 import shutil
+import signal
+import stat
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from inference.kernels import mxfp8
 from inference.models import checkpoint
@@ -30,10 +32,15 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.1.w2.weight"
 PREFIX = "language_model."
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
 
 
 def header(text: str) -> bytes:
     return len(text).to_bytes(8, "little") + text.encode()
+
+
+def index(file: str) -> bytes:
+    return json.dumps({"weight_map": {"w": file}}).encode()
 
 
 @pytest.fixture
@@ -213,6 +220,23 @@ def test_nan_and_inf_are_refused_by_name_and_leave_nothing(source, tmp_path, nam
     assert leftovers(tmp_path) == []
 
 
+def test_what_the_engine_would_not_serve_is_refused_by_name(source, tmp_path):
+    folder, tensors = source
+    weight = tensors[EXPERT].clone()
+    for value in (57_600, -57_600):  # the BF16 numbers next to 448 * 2^7
+        weight.view(-1)[7] = value
+        replace(folder, EXPERT, weight)
+        with pytest.raises(
+            CheckpointError, match=rf"{PREFIX}{EXPERT} holds magnitudes above 57344"
+        ):
+            quantize_checkpoint(folder, tmp_path / "out")
+        assert leftovers(tmp_path) == []
+    weight.view(-1)[7] = 57_344
+    replace(folder, EXPERT, weight)
+    quantize_checkpoint(folder, tmp_path / "out")
+    assert stored(tmp_path / "out")[f"{PREFIX}{EXPERT}_scale_inv"].max() == mxfp8.MAX_SCALE
+
+
 def test_a_k_of_no_whole_blocks_is_refused_by_name(tmp_path):
     raw = RAW | {"dense_intermediate_size": 40}
     random_checkpoint(tmp_path / "bf16", raw, seed=1, dtype=torch.bfloat16)
@@ -230,6 +254,37 @@ def test_a_target_that_exists_stays_as_it_is(source, tmp_path):
         quantize_checkpoint(folder, tmp_path / "out")
     assert leftovers(tmp_path) == ["out"]
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("sub", ["sub", "a/b", "../link/sub"])
+def test_a_target_inside_the_source_is_refused(source, tmp_path, sub):
+    folder, _ = source
+    (tmp_path / "link").symlink_to(folder)
+    before = leftovers(folder)
+    with pytest.raises(CheckpointError, match=r"/(sub|b) lies in .*bf16; give a path outside"):
+        quantize_checkpoint(folder, folder / sub)
+    assert leftovers(folder) == before
+    quantize_checkpoint(folder, tmp_path / "bf16-out")
+
+
+def test_an_empty_path_is_named_as_such(source, tmp_path, capsys):
+    assert main([str(source[0]), ""]) == main(["", str(tmp_path / "out")]) == 1
+    expected = "error: OUT is empty; give the path of a directory\n"
+    assert capsys.readouterr().err == expected + expected.replace("OUT", "IN")
+
+
+def test_a_partial_folder_of_the_same_target_is_named_and_kept(source, tmp_path):
+    folder, _ = source
+    for name in (".out.1.7.partial", ".out.x.partial", ".other.7.partial"):
+        (tmp_path / name).mkdir()
+    quantize_checkpoint(folder, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / ".out.7.partial").mkdir()
+    message = r"\.out\.7\.partial is there: process 7 is making .*out, or was killed .* remove the"
+    with pytest.raises(CheckpointError, match=message):
+        quantize_checkpoint(folder, tmp_path / "out")
+    assert (tmp_path / ".out.7.partial").is_dir()
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_quantised_already_is_refused(source, tmp_path, capsys):
@@ -256,7 +311,11 @@ def test_a_device_that_is_not_there_is_refused(source, tmp_path, monkeypatch):
         ("model.safetensors", header('["w"]'), "has no header of a safetensors file"),
         ("model.safetensors", header('{"w": {"dtype": "BF16"}}'), "has no header of a safetensors"),
         ("model.safetensors", header("w"), "is not a safetensors file"),
-        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1", "truncated within"),
+        ("model.safetensors", LFS_POINTER, "is a Git LFS pointer; fetch the file itself"),
+        ("model.safetensors.index.json", LFS_POINTER, "is a Git LFS pointer; fetch the file"),
+        ("model.safetensors", header("{}")[:-1], "is truncated within its header (9 bytes)"),
+        ("model.safetensors.index.json", index("../../etc/passwd"), "puts w into ../../etc/passwd"),
+        ("model.safetensors.index.json", index("/etc/passwd"), "puts w into /etc/passwd, outside"),
         ("model.safetensors.index.json", b'{"weight_map": ["w"]}', "is not an index with a weight"),
         ("model.safetensors.index.json", b'{"weight_map": {"w": 1}}', "is not an index with a"),
     ],
@@ -281,9 +340,49 @@ def test_a_full_disk_leaves_nothing(source, tmp_path, monkeypatch):
     assert leftovers(tmp_path) == []
 
 
+def interrupt():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("stop", "name", "status"),
+    [
+        (interrupt, "SIGINT", 130),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "SIGTERM", 143),
+    ],
+)
+def test_a_signal_leaves_nothing_but_one_line(
+    source, tmp_path, monkeypatch, capsys, stop, name, status
+):
+    save_file = checkpoint.save_file
+
+    def stopped(*args, **kwargs):
+        save_file(*args, **kwargs)
+        stop()
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(checkpoint, "save_file", stopped)
+    assert main([str(source[0]), str(tmp_path / "out")]) == status
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: stopped by {name}"
+    assert leftovers(tmp_path) == []
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o007])
+def test_every_file_has_the_mode_of_the_umask(source, tmp_path, umask):
+    previous = os.umask(umask)
+    try:
+        quantize_checkpoint(source[0], tmp_path / "out")
+    finally:
+        os.umask(previous)
+    files = [*(tmp_path / "out").iterdir()]
+    assert len(files) > 4
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o666 & ~umask}
+
+
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
-    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
-    assert main([str(tmp_path), str(tmp_path / "out")]) == 1
+    (tmp_path / "bf16").mkdir()
+    assert main([str(tmp_path / "bf16"), str(tmp_path / "out")]) == 1
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     assert "config.json does not exist" in message

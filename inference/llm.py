@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from inference.config import ConfigError, EngineConfig
+from inference.config import EngineConfig
 from inference.engine.engine import Engine
 from inference.engine.request import Request, RequestOutput, SamplingParams
 from inference.kernels.mix64 import GOLDEN, as_int64, mix64
+from inference.models.checkpoint import list_tensors
 from inference.models.config_json import read_json
 
 Prompt = str | Sequence[int] | np.ndarray
@@ -104,19 +105,17 @@ def stored_dtype(path: str | Path) -> str:
 
 
 def stored_quantization(path: str | Path) -> str:
-    """`EngineConfig.quantization` of what the config.json of a checkpoint says is MXFP8.
+    """`EngineConfig.quantization` that holds what a checkpoint stores in MXFP8 as it is stored.
+
+    The tensors' own dtypes decide, whatever config.json says of them.
 
     Raises:
-        ConfigError: its `quantization_config` is no JSON object.
+        CheckpointError: no checkpoint is there, or a file of it is damaged.
     """
-    file = Path(path) / "config.json"
-    config = read_json(file).get("quantization_config") or {}
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file}: quantization_config={config!r} is no JSON object")
-    if config.get("quant_method") != "mxfp8":
-        return "none"
-    ignored = config.get("ignored_layers") or []
-    return "mxfp8" if any(".self_attn." in name for name in ignored) else "mxfp8_released"
+    names = [name for name, place in list_tensors(Path(path)).items() if place.dtype == "F8_E4M3"]
+    if any(".self_attn." in name for name in names):
+        return "mxfp8_released"
+    return "mxfp8" if names else "none"
 
 
 def derived_seed(seed: int, index: int) -> int:

@@ -44,8 +44,8 @@ class Engine:
     With `groups` it is one rank's part of a replica, and every rank has one (see
     `inference.parallel`): all calls are made alike on all ranks, but that each dp group adds and
     aborts requests of its own. With several dp groups `step` and `pause` wait for the other ranks,
-    so all call them equally often; `has_work` says on all alike whether another `step` is due, from
-    a step after the last `add` on.
+    so all call them equally often: after adding, whether here or elsewhere, once `step`, and then
+    while `has_work`, which is the same on all from that step on.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Engine:
         self.engine_config = (engine_config or EngineConfig()).resolve(config)
         self.tokenizer: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", tokenizer)
         assert self.engine_config.page_size is not None, "resolve fills in the page size"
+        self._tp = 1 if groups is None else groups.config.tp
         self._worker = Worker(config, self.engine_config, groups)
         self._scheduler = Scheduler(
             num_pages=self.engine_config.num_pages,
@@ -98,6 +99,8 @@ class Engine:
     ) -> Engine:
         """An engine with the weights of a published checkpoint, and its tokenizer if there is one.
 
+        How weights are held `engine_config` says (`quantization`), however they are stored.
+
         Raises:
             ConfigError, CheckpointError: what is wrong in which file.
         """
@@ -127,7 +130,8 @@ class Engine:
 
         Raises:
             EngineStateError: no committed weights, or drained.
-            ValueError: a request that cannot be served, with its numbers.
+            ValueError: a request that cannot be served, with its numbers; one that samples without
+                a seed on several tp ranks.
         """
         if not self._weights.serves_after_load:
             raise EngineStateError(
@@ -139,6 +143,11 @@ class Engine:
         if request.request_id in self._live:
             raise ValueError(f"request_id {request.request_id!r} is in the engine already")
         check_request(request, self.config, self.engine_config, has_text=self.tokenizer is not None)
+        if self._tp > 1 and request.params.seed is None and request.params.temperature > 0:
+            raise ValueError(
+                f"request {request.request_id!r} has no seed; each of the {self._tp} tp ranks "
+                "would draw one of its own, and with it other tokens"
+            )
         live = make_live(request, self.config.eos_token_ids)
         if request.params.stop:
             assert self.tokenizer is not None, "checked with the request"

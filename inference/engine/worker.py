@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,8 @@ class Worker:
         """Waits for the device; with several ranks it ends when one of them does."""
         if groups is not None:
             self.wait_for = functools.partial(groups.wait_for_device, what="a step")
+            alike = dataclasses.replace(config, device=self.device.type)
+            groups.expect_alike((model_config, alike), "the model's and the engine's configuration")
         local = local_config(model_config, parallel)
         self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         self.model = MiniMaxM3(

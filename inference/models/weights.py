@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from inference.config import MOE, SPARSE, ModelConfig
-from inference.kernels.mxfp8 import BLOCK_SIZE, SCALE_SUFFIX, MXFP8Tensor
-from inference.kernels.mxfp8.reference import NAN_SCALE
+from inference.kernels.mxfp8 import BLOCK_SIZE, MAX_SCALE, SCALE_SUFFIX, MXFP8Tensor
 from inference.models.checkpoint import (
     CheckpointError,
     StoredTensor,
@@ -308,13 +307,13 @@ def _read(plan: Sequence[PublishedTensor]) -> Iterator[tuple[str, Tensor | MXFP8
             yield name, tensor
             continue
         _, scale = next(tensors)
-        is_nan_value = (tensor.view(torch.uint8) & 0x7F) == 0x7F
-        for place, is_nan in ((one.stored, is_nan_value), (one.scale, scale == NAN_SCALE)):
-            if bool(is_nan.any()):
-                raise CheckpointError(
-                    f"{place.file}: {place.name} holds a byte that means NaN; the checkpoint is "
-                    "damaged"
-                )
+        if bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any()):
+            raise CheckpointError(f"{one.stored.file}: {one.stored.name} holds NaN")
+        if (largest := int(scale.max())) > MAX_SCALE:
+            raise CheckpointError(
+                f"{one.scale.file}: {one.scale.name} holds the byte {largest}; one above "
+                f"{MAX_SCALE} means NaN (255) or weights too large to serve"
+            )
         yield name, MXFP8Tensor(tensor, scale)
 
 

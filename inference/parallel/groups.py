@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from inference.parallel.config import ParallelConfig
-from inference.parallel.watch import ParallelError, Watch
+from inference.parallel.watch import ParallelError, Watch, first_line
 
 # TODO: call all_gather_single by its name when torch >= 2.13 is required; 2.11 lacks it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -109,7 +109,8 @@ class ParallelGroups:
             backend: of the device's collectives; None: NCCL where there is CUDA, else gloo.
 
         Raises:
-            ParallelError: the default group has another size, or a rank did not come in time.
+            ParallelError: the default group has another size, ranks ask for different splits, or
+                one did not come in time.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         if world != config.world:
@@ -121,7 +122,11 @@ class ParallelGroups:
         # NCCL's own watchdog ends the process: it comes behind `wait_for_device`, which says why.
         device_timeout = timeout if backend == "gloo" else 2 * timeout
         everyone = list(range(world))
-        host_group = dist.new_group(everyone, timeout, "gloo")
+        try:
+            host_group = dist.new_group(everyone, timeout, "gloo")
+        except RuntimeError as error:
+            raise _not_all_came(error) from error
+        _expect_alike(config, "the split", host_group)
         watch = Watch(rank, world, address, lambda own: _gather(own, host_group), timeout_s)
         world_group = dist.new_group(everyone, device_timeout, backend)
         tp_group = world_group
@@ -133,6 +138,14 @@ class ParallelGroups:
         groups = cls(config, rank, watch, timeout_s, tp_group, world_group, host_group)
         watch.on_trouble = groups.abort_later
         return groups
+
+    def expect_alike(self, value: object, what: str) -> None:
+        """Compare `value`, which can be pickled, over all ranks; waits for them.
+
+        Raises:
+            ParallelError: not all ranks have the same.
+        """
+        _expect_alike(value, what, self.host_group)
 
     def all_reduce(self, x: Tensor, what: str = "all-reduce") -> Pending:
         """Sum over the tp ranks, in place; equal bits on all of them."""
@@ -263,10 +276,23 @@ class ParallelGroups:
         return Pending(works, what, self.watch, tuple(kept))
 
 
-def _gather(own: tuple[str, int], group: dist.ProcessGroup) -> list[tuple[str, int]]:
+def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(everyone, own, group)
     except RuntimeError as error:
-        raise ParallelError(f"rank {dist.get_rank()}: not all ranks came ({error})") from error
+        raise _not_all_came(error) from error
     return everyone
+
+
+def _expect_alike(value: object, what: str, group: dist.ProcessGroup) -> None:
+    first, *others = _gather(value, group)
+    if others := [rank for rank, other in enumerate(others, 1) if other != first]:
+        raise ParallelError(
+            f"rank {dist.get_rank()}: {what} must be the same on all ranks; that of rank 0 is "
+            f"{first}, of rank {others[0]} another one"
+        )
+
+
+def _not_all_came(error: RuntimeError) -> ParallelError:
+    return ParallelError(f"rank {dist.get_rank()}: not all ranks came ({first_line(error)})")

@@ -174,7 +174,12 @@ def test_what_is_stored_in_mxfp8_is_held_so_unless_asked_otherwise(tmp_path, sco
     assert {slot.storage for slot in widened.engine.weight_layout()} == {"plain"}
 
 
-def test_a_quantization_config_that_is_no_object_is_named(tmp_path):
-    (tmp_path / "config.json").write_text('{"quantization_config": ["mxfp8"]}')
-    with pytest.raises(ConfigError, match=r"config.json: quantization_config=\['mxfp8'\]"):
-        stored_quantization(tmp_path)
+@pytest.mark.parametrize("said", [None, {"quant_method": "mxfp8"}, ["mxfp8"]])
+def test_the_stored_dtypes_decide_whatever_the_config_says(tmp_path, said):
+    raw = tiny_config(intermediate_size=32, dense_intermediate_size=32, shared_intermediate_size=32)
+    random_checkpoint(tmp_path / "bf16", raw, seed=0, dtype=torch.bfloat16)
+    quantize_checkpoint(tmp_path / "bf16", tmp_path / "mxfp8", scope="experts")
+    for name, held in (("bf16", "none"), ("mxfp8", "mxfp8")):
+        file = tmp_path / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": said}))
+        assert stored_quantization(tmp_path / name) == held

@@ -272,13 +272,21 @@ def test_scales_that_are_missing_or_of_another_format_are_named(tmp_path, change
         read_checkpoint(tmp_path, model_config(QUANTIZABLE), allow_mxfp8=True)
 
 
-@pytest.mark.parametrize(("name", "byte"), [(W2, 0x7F), (W2, 0xFF), (SCALE, 0xFF)])
-def test_bytes_that_mean_nan_are_named_when_they_are_read(tmp_path, name, byte):
+@pytest.mark.parametrize(
+    ("name", "byte", "message"),
+    [
+        (W2, 0x7F, "holds NaN"),
+        (W2, 0xFF, "holds NaN"),
+        (SCALE, 255, "holds the byte 255; one above 134 means NaN"),
+        (SCALE, 135, "holds the byte 135"),
+    ],
+)
+def test_bytes_that_cannot_be_served_are_named_when_they_are_read(tmp_path, name, byte, message):
     stored = quantize(random_tensors(QUANTIZABLE, 0, torch.bfloat16)[W2])
     changes = {W2: stored.values, SCALE: stored.scale}
     changes[name].view(torch.uint8)[3, 1] = byte
     write_quantized(tmp_path, changes)
-    with pytest.raises(CheckpointError, match=rf"{name} holds a byte that means NaN"):
+    with pytest.raises(CheckpointError, match=f"{name} {message}"):
         dict(read_checkpoint(tmp_path, model_config(QUANTIZABLE), allow_mxfp8=True))
 
 

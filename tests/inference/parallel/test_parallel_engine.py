@@ -302,3 +302,35 @@ def test_a_rank_that_dies_is_named_by_the_engines_of_all_others(
     for kind, message in answers:
         assert kind == "ok", message
         assert "was not completed: rank 2 is gone, the process ended" in message
+
+
+def without_seed(rank: int, config: ParallelConfig) -> str:
+    engine = make_engine(Plan(EVEN), config)
+    engine.add(Request("greedy", [5, 6], SamplingParams(temperature=0.0)))
+    try:
+        engine.add(Request("drawn", [5, 6], SamplingParams()))
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.abort()
+        engine.step()
+    return "taken"
+
+
+def test_a_request_that_the_tp_ranks_would_draw_differently_is_refused(four_ranks: Ranks):
+    for message in four_ranks.results(without_seed, ParallelConfig(tp=4)):
+        assert message.startswith("request 'drawn' has no seed; each of the 4 tp ranks would")
+
+
+def with_other_pages(rank: int, config: ParallelConfig) -> str:
+    try:
+        make_engine(Plan(EVEN, options={"num_pages": 64 + (rank == 2)}), config)
+    except ParallelError as error:
+        return str(error)
+    return "made"
+
+
+def test_engines_that_are_not_configured_alike_are_refused(four_ranks: Ranks):
+    for message in four_ranks.results(with_other_pages, ParallelConfig(tp=4)):
+        assert "configuration must be the same on all ranks; that of rank 0 is" in message
+        assert message.endswith("of rank 2 another one")

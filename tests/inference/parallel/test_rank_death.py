@@ -93,6 +93,35 @@ def wrong_size(rank: int) -> None:
     ParallelGroups.create(ParallelConfig(tp=2), timeout_s=5)
 
 
+def another_split(rank: int) -> None:
+    config = ParallelConfig(tp=2, dp=2) if rank == 3 else ParallelConfig(tp=4)
+    ParallelGroups.create(config, timeout_s=20)
+
+
+def test_ranks_that_ask_for_different_splits_are_refused(four_ranks: Ranks):
+    for kind, message in four_ranks.run(another_split):
+        assert kind == "error"
+        assert "ParallelError" in message
+        assert "the split must be the same on all ranks" in message
+        assert message.endswith("of rank 3 another one")
+
+
+def without_the_others(rank: int) -> None:
+    if rank:
+        return
+    ParallelGroups.create(ParallelConfig(tp=4), timeout_s=2)
+
+
+def test_a_rank_that_waits_alone_says_so(tmp_path: Path):
+    ranks = Ranks(4, tmp_path)
+    try:
+        kind, message = ranks.run(without_the_others)[0]
+    finally:
+        ranks.close()
+    assert kind == "error"
+    assert message.startswith("ParallelError: rank 0: not all ranks came")
+
+
 def test_a_world_of_another_size_is_refused(four_ranks: Ranks):
     for kind, message in four_ranks.run(wrong_size):
         assert kind == "error"

@@ -46,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
     except ConfigError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        _print_problems(error)
         return 2
     except (M3rlError, OSError) as error:
         # From a Ray worker comes a twin whose text is a traceback; `cause` is what was raised there
@@ -156,11 +155,16 @@ def _check(arguments: argparse.Namespace) -> int:
                     continue
         except ConfigError as error:
             code = 2
-            for line in str(error).splitlines():
-                print(f"error: {path}: {line}", file=sys.stderr)
+            _print_problems(error, f"{path}: ")
         else:
             print(f"{path}: checked\n")
     return code
+
+
+def _print_problems(error: ConfigError, where: str = "") -> None:
+    """Each line is a problem; one that is indented goes on with the one before."""
+    for line in str(error).splitlines():
+        print(line if line.startswith(" ") else f"error: {where}{line}", file=sys.stderr)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -135,7 +135,7 @@ def _model(config: Config) -> Iterator[Finding]:
     try:
         make_plan(config)
     except ConfigError as error:
-        for line in str(error).splitlines():
-            yield Finding("missing", "configuration", line)
+        problems = [line for line in str(error).splitlines() if not line.startswith(" ")]
+        yield from (Finding("missing", "configuration", problem) for problem in problems)
         return
     yield Finding("ok", "model", f"config, tokenizer and weights at {path}")

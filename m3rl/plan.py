@@ -85,7 +85,8 @@ def make_plan(config: Config, *, required: Collection[ModelPart] = MODEL_PARTS) 
             try:
                 replica = _plan_replica(config, model)
             except model_config.ConfigError as error:
-                problems.append(f"rollout.backend: a replica takes one GPU so far; {error}")
+                refusal = str(error).replace("\n", "\n  ")
+                problems.append(f"rollout.backend: a replica takes one GPU so far; {refusal}")
     problems += _dataset_problems(config) + _run_dir_problems(config)
     if problems or model is None or replica is None:
         raise ConfigError("\n".join(problems))

@@ -185,6 +185,15 @@ def test_check_looks_at_every_file_also_after_one_that_fails(file, tmp_path, cap
     assert "tokens of a training step: at most 904" in out  # 4 prompts of 2 times 100 + 13
 
 
+def test_the_rows_of_a_refused_memory_plan_are_no_errors_of_their_own(file, capsys):
+    sizes = ["rollout.backend.device=cuda", "rollout.backend.gpu_memory_gib=1"]
+    assert main(["check", file, *sizes]) == 2
+    first, *rows = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"error: {file}: rollout.backend: a replica takes one GPU so far; ")
+    assert any(row.startswith("    KV pages ") for row in rows)
+    assert rows[-1].startswith("  what fits: ")
+
+
 def test_check_plans_sizes_without_the_weights(file, tmp_path, capsys):
     (tmp_path / "model" / "model.safetensors").unlink()
     assert main(["check", file, "--gpus", "1,4"]) == 0

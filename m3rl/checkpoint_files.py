@@ -15,6 +15,8 @@ from typing import Any
 from m3rl.rollout.chat import END, MARKERS
 
 READABLE_DTYPES = ("F32", "BF16", "F16")
+SCALE_SUFFIX = "_scale_inv"
+"""Behind the name of a tensor in MXFP8: its scales, which are no parameters."""
 
 
 def tokenizer_problems(path: Path, vocab_size: int | None, eos_ids: Sequence[int]) -> list[str]:
@@ -59,8 +61,11 @@ def _template_problems(path: Path) -> list[str]:
     return [f"{path / 'chat_template.jinja'}: missing; copy the chat template of the checkpoint"]
 
 
-def weight_problems(path: Path, num_parameters: int) -> list[str]:
-    """What is wrong with the weight files, from their headers: missing, cut, or another model's."""
+def weight_problems(path: Path, num_parameters: int, *, allow_mxfp8: bool = False) -> list[str]:
+    """What is wrong with the weight files, from their headers: missing, cut, or another model's.
+
+    The runtime reads MXFP8 too (`allow_mxfp8`), and says itself what is wrong with its scales.
+    """
     index = path / "model.safetensors.index.json"
     single = path / "model.safetensors"
     if single.is_file():
@@ -84,13 +89,14 @@ def weight_problems(path: Path, num_parameters: int) -> list[str]:
             problems.append(str(error))
             continue
         for tensor, entry in tensors.items():
-            if not _is_text(tensor):
+            if not _is_text(tensor) or (allow_mxfp8 and tensor.endswith(SCALE_SUFFIX)):
                 continue
             text_parameters += math.prod(entry["shape"])
-            if entry["dtype"] not in READABLE_DTYPES:
+            if entry["dtype"] not in (*READABLE_DTYPES, *(["F8_E4M3"] if allow_mxfp8 else [])):
                 return [
                     f"{path / name}: {tensor} is {entry['dtype']}; the trainer reads "
-                    f"{', '.join(READABLE_DTYPES)}: use the BF16 checkpoint"
+                    f"{', '.join(READABLE_DTYPES)}: use the BF16 checkpoint (MXFP8 is for "
+                    "`m3rl rollout` and `m3rl eval`)"
                 ]
     if not problems and text_parameters != num_parameters:
         problems.append(

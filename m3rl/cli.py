@@ -105,7 +105,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
     config = Config.load(arguments.config, arguments.overrides)
     starts_random = arguments.command == "sft" and config.sft.init == "random"
-    make_plan(config, required=["tokenizer"] if starts_random else ["tokenizer", "weights"])
+    make_plan(
+        config,
+        required=["tokenizer"] if starts_random else ["tokenizer", "weights"],
+        allow_mxfp8=arguments.command in ("rollout", "eval"),
+    )
     # a scheduler's SIGTERM cleans up like Ctrl-C does
     signal.signal(signal.SIGTERM, _terminate)
     module, _, function = RUNS[arguments.command][0].partition(":")

@@ -55,11 +55,14 @@ class Plan:
     notices: tuple[str, ...]
 
 
-def make_plan(config: Config, *, required: Collection[ModelPart] = MODEL_PARTS) -> Plan:
+def make_plan(
+    config: Config, *, required: Collection[ModelPart] = MODEL_PARTS, allow_mxfp8: bool = False
+) -> Plan:
     """Check the files that `config` names and add up what a run needs.
 
     Args:
         required: parts of the checkpoint that must be right; the others are only noticed.
+        allow_mxfp8: whether the weights may be stored in MXFP8: nothing is trained.
 
     Raises:
         ConfigError: one line for each thing that cannot work.
@@ -77,7 +80,7 @@ def make_plan(config: Config, *, required: Collection[ModelPart] = MODEL_PARTS) 
     faults = tokenizer_problems(path, vocab_size, eos_ids)
     (problems if "tokenizer" in required else notices).extend(faults)
     if model is not None:
-        faults = weight_problems(path, model.num_parameters)
+        faults = weight_problems(path, model.num_parameters, allow_mxfp8=allow_mxfp8)
         (problems if "weights" in required else notices).extend(faults)
         length_problems = _length_problems(config, model)
         problems += length_problems

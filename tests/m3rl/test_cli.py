@@ -89,6 +89,17 @@ def test_what_cannot_work_is_refused_before_anything_starts(file, runs, tmp_path
     assert runs.calls == []
 
 
+@pytest.mark.parametrize(
+    ("command", "code"), [("train", 2), ("sft", 2), ("rollout", 0), ("eval", 0)]
+)
+def test_weights_in_mxfp8_serve_where_nothing_is_trained(file, runs, tmp_path, command, code):
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b'"F32"', b'"F8_E4M3"', 1))
+    size = int.from_bytes(weights.read_bytes()[:8], "little") + len("F8_E4M3") - len("F32")
+    weights.write_bytes(size.to_bytes(8, "little") + weights.read_bytes()[8:])
+    assert main([command, file]) == code
+
+
 def test_supervised_training_from_random_weights_needs_none(file, runs, tmp_path):
     (tmp_path / "model" / "model.safetensors").unlink()
     assert main(["sft", file, "sft.init=random"]) == 0

@@ -5,6 +5,7 @@ import struct
 import pytest
 
 from inference.config import ModelConfig
+from m3rl.checkpoint_files import weight_problems
 from m3rl.config import ConfigError
 from m3rl.plan import H200_BYTES, describe, gpu_table, make_plan
 from tests.m3rl.run_files import TEXT_CONFIG, config, write_model
@@ -151,6 +152,22 @@ def test_quantised_weights_are_refused_for_training(tmp_path, model):
     raw = json.dumps(header).encode()
     (model / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + b"xx")
     assert "use the BF16 checkpoint" in refusal(tmp_path)
+
+
+def test_weights_in_mxfp8_are_counted_without_their_scales_where_nothing_is_trained(tmp_path):
+    header = {
+        "model.x": {"dtype": "F8_E4M3", "shape": [2, 32], "data_offsets": [0, 64]},
+        "model.x_scale_inv": {"dtype": "U8", "shape": [2, 1], "data_offsets": [64, 66]},
+    }
+    raw = json.dumps(header).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(66))
+    assert weight_problems(tmp_path, 64, allow_mxfp8=True) == []
+    assert "F8_E4M3; the trainer reads" in weight_problems(tmp_path, 64)[0]
+    header["model.x"]["dtype"] = "F8_E5M2"
+    raw = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(66))
+    assert "is F8_E5M2" in weight_problems(tmp_path, 64, allow_mxfp8=True)[0]
 
 
 def test_weights_that_are_about_to_be_made_are_only_noticed(tmp_path, model):

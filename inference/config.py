@@ -215,7 +215,8 @@ class EngineConfig:
     capture_routing: bool = False
     """Keep room for the experts of every token, so that requests may ask for them."""
     capture_blocks: bool = False
-    """Keep room for the selected blocks of every token, so that requests may ask for them."""
+    """Keep room for the selected blocks of every token, so that requests may ask for them; a
+    tp rank has those of its own KV heads."""
     cuda_graph_sizes: tuple[int, ...] | None = None
     """Batch sizes of decode steps that are captured when first met; a smaller batch is padded to
     the next one, a larger one runs without a graph. None: powers of two and multiples of 16 up to

@@ -69,6 +69,11 @@ class Worker:
         self.wait_for: Callable[[torch.cuda.Event], None] | None = None
         """Waits for the device; with several ranks it ends when one of them does."""
         if groups is not None:
+            if groups.is_nccl and self.device.type == "cpu":
+                raise ConfigError(
+                    "device='cpu', but the ranks talk over NCCL; use device='cuda', or "
+                    "ParallelGroups.create(..., backend='gloo')"
+                )
             self.wait_for = functools.partial(groups.wait_for_device, what="a step")
             alike = dataclasses.replace(config, device=self.device.type)
             groups.expect_alike((model_config, alike), "the model's and the engine's configuration")

@@ -23,12 +23,6 @@ def use_kernel(op: str, *tensors: Tensor | None) -> bool:
     return device.type == "cuda"
 
 
-def require_reference(op: str, *tensors: Tensor | None) -> None:
-    """As `use_kernel` for an op that has no kernel yet: NotImplementedError on CUDA too."""
-    if use_kernel(op, *tensors):
-        raise NotImplementedError(f"{op}: no CUDA kernel")
-
-
 def send(array: np.ndarray, device: torch.device) -> Tensor:
     """`array` on `device`; the host does not wait for what the device still has to do.
 

@@ -6,10 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from inference.config import ConfigError, ModelConfig
-
-MXFP8_GROUP = 32
-"""Elements along K that share a scale; no rank may hold a part of such a group."""
+from inference.config import MXFP8_BLOCK_SIZE, ConfigError, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +72,8 @@ class ParallelConfig:
             quantization: 'none', or what is kept in MXFP8: 'mxfp8' (routed experts) or
                 'mxfp8_released' (attention and other MLPs too). Groups of 32 are never cut.
         """
-        experts = MXFP8_GROUP if quantization != "none" else 1
-        others = MXFP8_GROUP if quantization == "mxfp8_released" else 1
+        experts = MXFP8_BLOCK_SIZE if quantization != "none" else 1
+        others = MXFP8_BLOCK_SIZE if quantization == "mxfp8_released" else 1
         fault = _tp_fault(model, self.tp, others)
         if fault is not None:
             values = _that_do(

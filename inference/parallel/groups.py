@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from inference.parallel.config import ParallelConfig
 from inference.parallel.watch import ParallelError, Watch, first_line
 
-# TODO: call all_gather_single by its name when torch >= 2.13 is required; 2.11 lacks it.
+# Renamed between torch 2.11 and 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 POLL_S = 20e-6
@@ -147,6 +147,11 @@ class ParallelGroups:
         """
         _expect_alike(value, what, self.host_group)
 
+    @property
+    def is_nccl(self) -> bool:
+        """Whether collectives want tensors on a CUDA device."""
+        return dist.get_backend(self.world_group) == "nccl"
+
     def all_reduce(self, x: Tensor, what: str = "all-reduce") -> Pending:
         """Sum over the tp ranks, in place; equal bits on all of them."""
         return self._start(
@@ -242,7 +247,7 @@ class ParallelGroups:
 
         The abort itself may hang, so nobody waits for it; NCCL's watchdog ends the process then.
         """
-        if self.is_aborting or dist.get_backend(self.world_group) != "nccl":
+        if self.is_aborting or not self.is_nccl:
             return
         self.is_aborting = True
         threading.Thread(target=self._abort, name="abort", daemon=True).start()

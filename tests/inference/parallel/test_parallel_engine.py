@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from inference.config import EngineConfig, ModelConfig
+from inference.config import ConfigError, EngineConfig, ModelConfig
 from inference.engine import Engine, Request, SamplingParams, WeightLoadError
 from inference.engine import engine as engine_module
 from inference.kernels.tensor_hash import combine
@@ -334,3 +334,18 @@ def test_engines_that_are_not_configured_alike_are_refused(four_ranks: Ranks):
     for message in four_ranks.results(with_other_pages, ParallelConfig(tp=4)):
         assert "configuration must be the same on all ranks; that of rank 0 is" in message
         assert message.endswith("of rank 2 another one")
+
+
+def over_nccl(rank: int, config: ParallelConfig) -> str:
+    groups = groups_for(config)
+    with patch("torch.distributed.get_backend", return_value="nccl"):
+        try:
+            Engine(MODEL, EngineConfig(), groups=groups)
+        except ConfigError as error:
+            return str(error)
+    return "made"
+
+
+def test_an_engine_on_the_cpu_does_not_talk_over_nccl(four_ranks: Ranks):
+    for message in four_ranks.results(over_nccl, ParallelConfig(tp=4)):
+        assert message.startswith("device='cpu', but the ranks talk over NCCL; use device='cuda'")

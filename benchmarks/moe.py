@@ -177,7 +177,7 @@ def _run_block(bench: Bench, w13: MXFP8Tensor, w2: MXFP8Tensor) -> None:
     bias_E = torch.zeros(EXPERTS, device="cuda")
     # Several layers' routers choose different experts.
     gates = [normal(EXPERTS, HIDDEN) / HIDDEN**0.5 for _ in range(SEEDS_OF_BLOCK)]
-    config = config_for(BLOCK_TOKENS)
+    config = config_for(BLOCK_TOKENS, TOPK, EXPERTS)
 
     def block(i: int) -> tuple[Tensor, Tensor, Tensor]:
         weights_TA, ids_TA = router(x_TC, gates[i], bias_E, topk=TOPK, scale=2.0)

@@ -17,6 +17,8 @@ from inference.kernels.mxfp8 import MXFP8Tensor
 
 MAX_FEW_ROWS = 4
 """Of an expert on average; up to here tiles of 8 rows hold nearly all experts'."""
+MAX_UNPLANNED_TOKENS = 4
+"""Whose tiles every program finds itself, which takes as long as a plan once there are more."""
 MAX_SHARED_TOKENS = 8
 """Of one tile: up to here a shared expert in MXFP8 is one expert more. A second tile would read it
 again."""
@@ -34,7 +36,7 @@ def expert_gemm(
     shared: tuple[Tensor, Tensor] | tuple[MXFP8Tensor, MXFP8Tensor] | None = None,
     num_routed: int | None = None,
     *,
-    config: tuple[int, int, int, int] | None = None,
+    config: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
     """As `kernel.expert_gemm`; `config` chooses the kernel for few rows and how it is cut."""
     (num_tokens, topk), num_experts = ids_TA.shape, w13_E2IC.shape[0]
@@ -49,7 +51,10 @@ def expert_gemm(
         return mxfp8_gemm_kernel.grouped(*args, *act, shared, num_routed)
     from inference.kernels.expert_gemm import mxfp8_decode_hopper_kernel as hopper
 
-    cut = hopper.config_for(num_tokens) if config is None else hopper.Config(*config)
+    if config is None:
+        cut = hopper.config_for(num_tokens, topk, num_routed)
+    else:
+        cut = hopper.Config(*config)
     is_one_more = (
         shared is not None
         and isinstance(shared[0], MXFP8Tensor)
@@ -58,7 +63,9 @@ def expert_gemm(
     )
     own = shared if is_one_more else None
     add_TC = None if is_one_more else shared_mlp(x, shared, *act)
-    plan = align(ids, num_experts, cut.tokens, use_pdl=USE_PDL) if num_tokens > 1 else None
+    plan = None
+    if num_tokens > MAX_UNPLANNED_TOKENS or num_tokens * topk > hopper.MAX_UNPLANNED.value:
+        plan = align(ids, num_experts, cut.tokens, use_pdl=USE_PDL)
     y_XC = hopper.products(x, w13_E2IC, w2_ECI, ids, weights, plan, *act, own, cut)
     if is_one_more:
         add_TC = y_XC[num_tokens * topk :]

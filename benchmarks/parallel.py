@@ -1,18 +1,25 @@
-"""python -m benchmarks.parallel [--only exchange tokens agreement decode] [--folder FOLDER]
+"""python -m benchmarks.parallel --folder FOLDER [--only exchange tokens agreement decode]
 
-On two GPUs, one rank each, in processes of its own:
-- exchange: dispatch and combine of tokens beside the raw all-to-all of the same bytes;
+On two GPUs, one rank each; every part in processes of its own, ended when its time is over:
+- exchange: dispatch and combine of tokens beside the raw all-to-all of the same bytes, and the
+  all-reduce of a decode step beside NCCL's;
 - tokens: engines over two ranks generate what one rank does, in FP32;
 - agreement: their BF16 logprobs on the model in FOLDER (see `benchmarks.agreement`);
 - decode: their throughput on the six-layer slice, in BF16 and with MXFP8 experts.
+
+What is not timed runs side by side at first, a rehearsal of the decodes too, which compiles their
+kernels; then the timed parts, one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import socket
 import statistics
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessContext, ProcessException
 
 from benchmarks.kernels.harness import Bench, Timing, relative_error
 from benchmarks.parallel_engine import EngineBench
@@ -32,12 +40,17 @@ from inference.parallel.groups import ParallelGroups
 
 NUM_RANKS = 2
 PARTS = ("exchange", "tokens", "agreement", "decode")
+QUANTIZATIONS = ("none", "mxfp8")
+SIDE_BY_SIDE_S, ALONE_S = 110.0, 75.0
+"""Limits of the untimed parts together and of each timed one; whoever hangs shows where."""
 HIDDEN, NUM_EXPERTS, TOPK = 6144, 128, 4
 TOKENS = (128, 1024, 8192)
 """Of each rank."""
 MAX_GRAPH_TOKENS = 1024
 """Decode sizes are timed in a CUDA graph, as an engine runs them; larger ones without."""
-REPS = 20
+SUM_TOKENS = (1, 64, 128)
+"""Rows of a decode step's all-reduces."""
+REPS, CALLS = 20, 8
 TOLERANCE = {"sums": 2**-8}
 """Each rank's sum is rounded to BF16, and so is the result."""
 
@@ -91,17 +104,21 @@ def raw_trip(rows: list[int], device: torch.device) -> Callable[[], None]:
 
 
 def time_together(run: Callable[[], None], *, in_graph: bool) -> Timing:
-    """One call's time on the slowest rank; all ranks begin together."""
+    """One call's time on the slowest rank, of several in a row; all ranks begin together."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
-    call = run
+
+    def several() -> None:
+        for _ in range(CALLS):
+            run()
+
+    call = several
     if in_graph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            run()
+            several()
         call = graph.replay
-        call()
     times = []
     for _ in range(REPS):
         dist.barrier()
@@ -110,11 +127,10 @@ def time_together(run: Callable[[], None], *, in_graph: bool) -> Timing:
         # The first call absorbs how far apart the ranks left the barrier.
         call()
         start.record()
-        for _ in range(4):
-            call()
+        call()
         stop.record()
         stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / 4)
+        times.append(start.elapsed_time(stop) * 1e3 / CALLS)
     slowest = torch.tensor(times, device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     cuts = statistics.quantiles(slowest.tolist(), n=10, method="inclusive")
@@ -163,6 +179,27 @@ class ExchangeBench:
             },
         )
 
+    def sums(self, groups: ParallelGroups, count: int) -> None:
+        """The all-reduce of `count` rows, through what an engine's groups choose and by NCCL."""
+        generator = torch.Generator(device=self._device).manual_seed(count)
+        parts = torch.randn(NUM_RANKS, count, HIDDEN, generator=generator, device=self._device)
+        x_TC, wanted_TC = parts[groups.rank].bfloat16(), parts.bfloat16().double().sum(0)
+        groups.all_reduce(x_TC).wait()
+        error = torch.tensor(relative_error(x_TC, wanted_TC), device=self._device)
+        dist.all_reduce(error, op=dist.ReduceOp.MAX)
+        x_TC.zero_()
+        ours = time_together(lambda: groups.all_reduce(x_TC).wait(), in_graph=True)
+        raw = time_together(lambda: dist.all_reduce(x_TC, group=groups.tp_group), in_graph=True)
+        if not groups.rank:
+            self._bench.record(
+                "parallel",
+                f"all-reduce, tp {NUM_RANKS}, {count} rows",
+                ours,
+                correct={"sums": float(error)},
+                tolerance=TOLERANCE,
+                peer=("nccl", raw.us),
+            )
+
     def _mean_rows(self, tokens: Tokens) -> list[int]:
         """Tokens that go to each rank in the counted form, the mean over all pairs of ranks."""
         config = self._groups.config
@@ -173,49 +210,120 @@ class ExchangeBench:
         return [round(float(mean) / config.world)] * config.world
 
 
-def run_rank(
-    rank: int, port: int, seconds: float, results: str, parts: list[str], folder: Path | None
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One part, and what it needs."""
+
+    part: str
+    seconds: float
+    """Limit."""
+    results: Path
+    folder: Path | None = None
+    quantizations: tuple[str, ...] = QUANTIZATIONS
+    is_rehearsal: bool = False
+    """Everything but the clock and the records."""
+
+    @property
+    def name(self) -> str:
+        return f"rehearsal {' '.join(self.quantizations)}" if self.is_rehearsal else self.part
+
+
+def run_rank(rank: int, port: int, job: Job) -> None:
+    """One rank's part of `job`."""
+    faulthandler.dump_traceback_later(max(1.0, job.seconds - 5))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", rank=rank, world_size=NUM_RANKS, device_id=device)
-    bench = Bench(seconds, Path(results))
-    # A rank that failed alone would leave the others in a collective: all end instead.
-    if "exchange" in parts:
-        groups = ParallelGroups.create(ParallelConfig(dp=NUM_RANKS), timeout_s=60)
-        exchange = ExchangeBench(groups, bench)
-        for count in TOKENS:
-            exchange.case(count)
-        groups.close()
-    engines = EngineBench(bench)
-    if "tokens" in parts:
-        engines.tokens()
-    if "agreement" in parts and folder is not None:
-        engines.agreement(folder)
-    if "decode" in parts:
-        for quantization in ("none", "mxfp8"):
-            engines.decode(quantization)
-    engines.close()
-    if not rank:
-        print(bench.summary(), flush=True)
+    bench = Bench(job.seconds, job.results)
+    if job.part == "exchange":
+        run_exchange(bench)
+    else:
+        engines = EngineBench(bench, job.results, job.name)
+        if job.part == "tokens":
+            engines.tokens()
+        elif job.part == "agreement":
+            assert job.folder is not None, "checked with the arguments"
+            engines.agreement(job.folder)
+        else:
+            for quantization in job.quantizations:
+                engines.decode(quantization, is_rehearsal=job.is_rehearsal)
+        engines.close()
+    if not rank and (summary := bench.summary()):
+        print(summary, flush=True)
     dist.destroy_process_group()
 
 
-def main() -> None:
+def run_exchange(bench: Bench) -> None:
+    groups = ParallelGroups.create(ParallelConfig(dp=NUM_RANKS), timeout_s=60)
+    exchange = ExchangeBench(groups, bench)
+    for count in TOKENS:
+        exchange.case(count)
+    sum_groups = ParallelGroups.create(ParallelConfig(tp=NUM_RANKS), timeout_s=60)
+    if not groups.rank:
+        print(f"{groups.describe()}; {sum_groups.describe()}", flush=True)
+    for count in SUM_TOKENS:
+        exchange.sums(sum_groups, count)
+    sum_groups.close()
+    groups.close()
+
+
+def start(job: Job) -> ProcessContext:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    # A rank that fails alone would leave the others in a collective: `join` ends them.
+    context = mp.start_processes(
+        run_rank, (port, job), nprocs=NUM_RANKS, join=False, start_method="spawn"
+    )
+    assert context is not None, "not joined"
+    return context
+
+
+def run_jobs(jobs: list[Job]) -> list[str]:
+    """Run them side by side; what went wrong, a line each."""
+    begin, failures = time.monotonic(), []
+    for job, context in [(job, start(job)) for job in jobs]:
+        try:
+            while not context.join(timeout=0.5):
+                if time.monotonic() - begin > job.seconds:
+                    failures.append(f"{job.name}: stopped after {job.seconds:.0f} s")
+                    for process in context.processes:
+                        process.kill()
+                    break
+        except ProcessException as error:
+            failures.append(f"{job.name}: {error}")
+        print(f"{job.name}: over after {time.monotonic() - begin:.0f} s", flush=True)
+    return failures
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--folder", type=Path, help="a small model, for the agreement")
-    parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args: Any = parser.parse_args()
     if "agreement" in args.only and args.folder is None:
         parser.error("agreement needs --folder; or name the other parts with --only")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    given = (port, args.seconds, str(args.results), args.only, args.folder)
-    mp.start_processes(run_rank, given, nprocs=NUM_RANKS, start_method="spawn")
+    if torch.cuda.device_count() < NUM_RANKS:
+        parser.error(f"needs {NUM_RANKS} CUDA devices, there are {torch.cuda.device_count()}")
+    together = [
+        Job(part, SIDE_BY_SIDE_S, args.results, args.folder)
+        for part in ("tokens", "agreement")
+        if part in args.only
+    ]
+    if "decode" in args.only:
+        together += [
+            Job("decode", SIDE_BY_SIDE_S, args.results, None, (quantization,), is_rehearsal=True)
+            for quantization in QUANTIZATIONS
+        ]
+    failures = run_jobs(together)
+    for part in ("exchange", "decode"):
+        if part in args.only:
+            failures += run_jobs([Job(part, ALONE_S, args.results)])
+    for failure in failures:
+        print(f"FAILED {failure}", flush=True)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from benchmarks import slices
 from benchmarks.agreement import scaled_head
 from benchmarks.engine import random_weights
 from benchmarks.kernels.harness import Bench, Timing
+from benchmarks.record import write_record
 from benchmarks.teacher_forcing import prompt_logprobs
 from inference.config import EngineConfig, ModelConfig
 from inference.engine import Engine, Request, RequestOutput, SamplingParams
@@ -43,17 +45,33 @@ def divisions() -> dict[str, ParallelConfig]:
     return {"tp 2, ep 2": ParallelConfig(tp=2), "dp 2, ep 2": ParallelConfig(dp=2)}
 
 
+class Clock:
+    """Says, on rank 0, what of a part is done and how long it took."""
+
+    def __init__(self, name: str, is_loud: bool) -> None:
+        self._name, self._is_loud, self._last = name, is_loud, time.monotonic()
+
+    def lap(self, what: str) -> None:
+        torch.cuda.synchronize()
+        before, self._last = self._last, time.monotonic()
+        if self._is_loud:
+            print(f"{self._name}: {what} {self._last - before:.1f} s", flush=True)
+
+
 class EngineBench:
     """The cases of one rank; rank 0 writes the records."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
+    def __init__(self, bench: Bench, results: Path, name: str) -> None:
+        """`name`: of the part, in what is printed."""
+        self._bench, self._results = bench, results
+        self._rank = dist.get_rank()
+        self._clock = Clock(name, is_loud=not self._rank)
         self._groups = {
             name: ParallelGroups.create(config, timeout_s=TIMEOUT_S)
             for name, config in divisions().items()
         }
         self._host = next(iter(self._groups.values())).host_group
-        self._rank = dist.get_rank()
+        self._clock.lap("groups")
 
     def close(self) -> None:
         for groups in self._groups.values():
@@ -69,6 +87,7 @@ class EngineBench:
         """FP32 on a small model: every request's tokens and logprobs are those of one rank."""
         asked = _requests()
         one = _run(_small_engine(None), asked)
+        self._clock.lap("EP 1")
         for name, groups in self._groups.items():
             dp, part = groups.config.dp, groups.config.dp_rank(groups.rank)
             engine = _small_engine(groups)
@@ -85,36 +104,74 @@ class EngineBench:
         pairs = [(merged[key], wanted) for key, wanted in one.items()]
         differ = sum(int((a.token_ids != b.token_ids).sum()) for a, b in pairs)
         gap = max(float(np.abs(a.logprobs - b.logprobs).max()) for a, b in pairs)
-        if not self._rank:
-            line = {"different_tokens": differ, "max_logprob_gap": gap}
-            print(f"tokens in FP32, {name}", json.dumps(line), flush=True)
-        assert not differ, f"{name}: {differ} tokens differ from EP 1's"
+        self._clock.lap(name)
+        value = {"different_tokens": differ, "max_logprob_gap": gap}
+        assert not differ, f"{name}: {differ} tokens differ from EP 1's, logprobs by {gap}"
+        self._note(f"tokens in FP32, {name}", value, {"different tokens": differ})
+
+    def _note(self, case: str, value: dict[str, float], correct: dict[str, float]) -> None:
+        """A record without a time."""
+        if self._rank:
+            return
+        print(case, json.dumps(value), flush=True)
+        write_record("parallel", case, results=self._results, value=value, correct=correct)
 
     def agreement(self, folder: Path) -> None:
         """BF16 on a published small model, `lm_head` x 0.1: distance from one rank's logprobs."""
-        prompts = json.loads((folder / "prompts.json").read_text())["prompts"]
+        prompts = json.loads((folder / "prompts.json").read_text())["prompts"][1::2]
         one = _forced(_folder_engine(folder, None), prompts)
+        self._clock.lap("EP 1")
         for name, groups in self._groups.items():
             found = _forced(_folder_engine(folder, groups), prompts)
             error = max(self.everyone(float(np.abs(found - one).mean())))
-            if not self._rank:
-                line = {"mean_logprob_gap": error, "max": float(np.abs(found - one).max())}
-                print(f"logprobs in BF16, {name}", json.dumps(line), flush=True)
+            self._clock.lap(name)
             assert error <= MAX_NEAR, f"{name}: logprobs are {error} from EP 1's"
+            value = {"mean_logprob_gap": error, "max": float(np.abs(found - one).max())}
+            case = f"logprobs in BF16, {name}, {folder.name}, lm_head x 0.1"
+            self._note(case, value, {"mean |delta logprob| to EP 1": error})
 
-    def decode(self, quantization: str) -> None:
+    def decode(self, quantization: str, *, is_rehearsal: bool) -> None:
         """Decode steps of the six-layer slice at a batch of 128 in all, and of 128 a dp group."""
         prompts = slices.prompts(2, 600, seed=7)
-        wanted, (base,) = _time_slice(quantization, None, prompts, [BATCH])
-        self._record(f"{quantization}, EP 1, batch {BATCH}", base, 0.0, None, BATCH)
+        wanted, (base,) = self._time_slice(quantization, "EP 1", None, prompts, [BATCH])
+        if not is_rehearsal:
+            self._record(f"{quantization}, EP 1, batch {BATCH}", base, 0.0, None, BATCH)
         for name, groups in self._groups.items():
             dp = groups.config.dp
             batches = [BATCH] if dp == 1 else [BATCH, BATCH * dp]
-            found, times = _time_slice(quantization, groups, prompts, batches)
+            found, times = self._time_slice(quantization, name, groups, prompts, batches)
+            if is_rehearsal:
+                continue
             error = float(np.abs(found - wanted).mean())
             for batch, each in zip(batches, times, strict=True):
                 case = f"{quantization}, {name}, batch {batch}"
                 self._record(case, each, error, base.us, batch)
+
+    def _time_slice(
+        self,
+        quantization: str,
+        name: str,
+        groups: ParallelGroups | None,
+        prompts: list[list[int]],
+        batches: list[int],
+    ) -> tuple[np.ndarray, list[Timing]]:
+        """(logprobs of the prompts, decode steps of each batch, which the dp groups share)."""
+        name = f"{quantization}, {name}"
+        driver = SliceDriver(quantization, groups)
+        self._clock.lap(f"{name}, loaded")
+        logprobs = _forced(driver.engine, prompts)
+        self._clock.lap(f"{name}, logprobs")
+        dp, part = 1, 0
+        if groups is not None:
+            dp, part = groups.config.dp, groups.config.dp_rank(groups.rank)
+        times = []
+        for batch in batches:
+            times.append(driver.time(batch // dp, part))
+            self._clock.lap(f"{name}, batch {batch}")
+        del driver
+        gc.collect()
+        torch.cuda.empty_cache()
+        return logprobs, times
 
     def _record(
         self, case: str, times: Timing, error: float, base_us: float | None, batch: int
@@ -181,38 +238,38 @@ class SliceDriver:
         self._generated = self.engine.stats()["generated_tokens"]
 
 
-def _time_slice(
-    quantization: str,
-    groups: ParallelGroups | None,
-    prompts: list[list[int]],
-    batches: list[int],
-) -> tuple[np.ndarray, list[Timing]]:
-    """(logprobs of the prompts, decode steps of each batch, which the dp groups share)."""
-    driver = SliceDriver(quantization, groups)
-    logprobs = _forced(driver.engine, prompts)
-    dp, part = (1, 0) if groups is None else (groups.config.dp, groups.config.dp_rank(groups.rank))
-    times = [driver.time(batch // dp, part) for batch in batches]
-    del driver
-    gc.collect()
-    torch.cuda.empty_cache()
-    return logprobs, times
-
-
 def _small_engine(groups: ParallelGroups | None) -> Engine:
+    """Narrow heads: FP32 products over M3's take the compiler a minute."""
+    config = small_config()
+    options = EngineConfig(
+        device="cuda", num_pages=200, max_running_requests=8, cuda_graph_sizes=(4, 8)
+    )
+    engine = Engine(config, options, groups=groups)
+    engine.load_weights(_small_weights(config), 0)
+    return engine
+
+
+def small_config() -> ModelConfig:
+    """The slice with small sizes: blocks of 32, of which a query chooses 4."""
     raw = slices.slice_config(8)
-    raw["text_config"] |= {
+    text = raw["text_config"]
+    text |= {
         "hidden_size": 256,
         "vocab_size": 1024,
+        "num_attention_heads": 16,
+        "head_dim": 32,
+        "rotary_dim": 16,
         "intermediate_size": 128,
         "dense_intermediate_size": 256,
         "shared_intermediate_size": 128,
         "max_position_embeddings": 4096,
     }
-    config = ModelConfig.from_dict(raw, source="small")
-    options = EngineConfig(device="cuda", num_pages=64, max_running_requests=16)
-    engine = Engine(config, options, groups=groups)
-    engine.load_weights(_small_weights(config), 0)
-    return engine
+    text["sparse_attention_config"] |= {
+        "sparse_index_dim": 32,
+        "sparse_block_size": 32,
+        "sparse_topk_blocks": 4,
+    }
+    return ModelConfig.from_dict(raw, source="small")
 
 
 def _small_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

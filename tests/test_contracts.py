@@ -12,7 +12,11 @@ ROOT = Path(__file__).parents[1]
 DOORS = {
     "m3rl/rollout/m3_replica.py": ("inference",),
     "m3rl/policy.py": ("inference.kernels", "inference.models.weights", "inference.config"),
-    "m3rl/weight_sync/": ("inference.kernels.tensor_hash", "inference.kernels.mxfp8"),
+    "m3rl/weight_sync/": (
+        "inference.kernels.tensor_hash",
+        "inference.kernels.mxfp8",
+        "inference.kernels.copy_table",
+    ),
     "m3rl/plan.py": ("inference.config", "inference.memory"),
 }
 """Where m3rl may enter the runtime, and what it may take there."""

@@ -1,4 +1,4 @@
-"""Few tokens times M3's weights beside cuBLAS; sampling and the weight hash."""
+"""Few tokens times M3's weights beside cuBLAS; sampling."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.harness import Bench, floor_us, relative_error, time_eager, time_graph
+from benchmarks.kernels.harness import Bench, floor_us, relative_error, time_graph
 from inference.kernels.linear import SwiGLU, linear
 from inference.kernels.sample_logprob import reference as sample_reference
 from inference.kernels.sample_logprob import sample_logprob
 from inference.kernels.swiglu_oai import swiglu_oai
-from inference.kernels.tensor_hash import reference as hash_reference
-from inference.kernels.tensor_hash import tensor_hash
 
 SHAPES = {
     "qkv+index": (9856, 6144),
@@ -38,7 +36,6 @@ def run(bench: Bench) -> None:
             bench.case(f"{name} t{num_tokens}", call)
     for num_rows in (1, 32, 128):
         bench.case(f"sampling r{num_rows}", partial(_sampling, bench, num_rows))
-    bench.case("hash", partial(_hash, bench))
 
 
 def _linear(
@@ -119,23 +116,6 @@ def _sampling(bench: Bench, num_rows: int) -> None:
         tolerance={"other ids": 0.0, "logprob": 2e-5, "raw logprob": 2e-5},
         floor=floor_us(4.0 * num_rows * VOCAB),
     )
-
-
-def _hash(bench: Bench) -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        weight = torch.randn(1 << 13, 1 << 14, device="cuda").to(dtype)
-        wanted = hash_reference.tensor_hash(weight, hash_reference.salt("w"), (0, 0), weight.shape)
-        num_bytes = weight.numel() * weight.element_size()
-        timing = time_eager(lambda w=weight: tensor_hash(w, name="w"))
-        bench.record(
-            "small_ops",
-            f"tensor_hash {str(dtype).removeprefix('torch.')}",
-            timing,
-            correct={"wrong": float(tensor_hash(weight, name="w") != wanted)},
-            tolerance={"wrong": 0.0},
-            floor=floor_us(num_bytes),
-            value={"tb_s": num_bytes / timing.us / 1e6},
-        )
 
 
 def _randn(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The elementwise kernels between the products: norm with residual, activation, QKV to pages."""
+"""The elementwise kernels between the products, and those that take weights over in tables."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from benchmarks.kernels.harness import (
     time_eager,
     time_graph,
 )
+from inference.kernels.copy_table import CopyTable
+from inference.kernels.mxfp8 import MXFP8Tensor, QuantizeTable
+from inference.kernels.mxfp8 import reference as mxfp8_reference
 from inference.kernels.paging import LayerPages, PagedBatch
 from inference.kernels.qk_norm_rope_write import QKNorms, qk_norm_rope_write
 from inference.kernels.qk_norm_rope_write import reference as qk_reference
@@ -22,10 +25,14 @@ from inference.kernels.rms_norm import reference as norm_reference
 from inference.kernels.rms_norm import rms_norm
 from inference.kernels.swiglu_oai import reference as swiglu_reference
 from inference.kernels.swiglu_oai import swiglu_oai
+from inference.kernels.tensor_hash import HashTable, hash_part, unit_of
+from inference.kernels.tensor_hash import reference as hash_reference
 
 HIDDEN, WIDTH, DENSE_WIDTH = 6144, 3072, 12288
 HEADS, KV_HEADS, HEAD_DIM, ROTARY, PAGE = 64, 4, 128, 64, 128
 ROWS = (1, 32, 128, 8192)
+NUM_WEIGHTS = 32
+"""Expert matrices of a table: 1.2 GB in BF16, many times the L2."""
 TOLERANCE = {"error": 1e-3}
 """Both sides round to BF16 once; only FP32 sums differ, which seldom turns a rounding."""
 
@@ -38,6 +45,11 @@ def run(bench: Bench) -> None:
             bench.case(name, lambda t=num_rows, i=width, n=name: _swiglu(bench, t, i, n))
         bench.case(f"qk {num_rows}", lambda t=num_rows: _qk(bench, t, torch.bfloat16))
     bench.case("qk 8192 fp8", lambda: _qk(bench, 8192, torch.float8_e4m3fn))
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        bench.case(f"hash {dtype}", lambda d=dtype: _hash(bench, d))
+    bench.case("quantise", lambda: _quantize(bench))
+    for width in (HIDDEN, HIDDEN // 2):
+        bench.case(f"copy {width}", lambda w=width: _copy(bench, w))
 
 
 def _time(call: Callable[[], object], num_rows: int) -> Timing:
@@ -134,3 +146,64 @@ def _qk(bench: Bench, num_tokens: int, page_dtype: torch.dtype) -> None:
 
 def _tensors(pages: LayerPages) -> list[Tensor]:
     return [t for t in (pages.k_pages, pages.v_pages, pages.index_pages) if t is not None]
+
+
+def _hash(bench: Bench, dtype: torch.dtype) -> None:
+    weights = _normal(NUM_WEIGHTS, WIDTH, HIDDEN).view(dtype)
+    unit = unit_of(dtype, weights.shape[-1:])
+    parts = [
+        hash_part(weight, name=f"w{i}", unit=unit, check_finite=dtype != torch.uint8)
+        for i, weight in enumerate(weights)
+    ]
+    table = HashTable(parts)
+    table.launch(0, NUM_WEIGHTS)
+    wanted = hash_reference.tensor_hash(*parts[-1][:-1])
+    correct = {"wrong": float(table.read()[-1] != wanted)}
+    timing = time_eager(lambda: table.launch(0, NUM_WEIGHTS))
+    num_bytes = weights.numel() * weights.element_size()
+    bench.record(
+        "small_ops",
+        f"hash of {NUM_WEIGHTS} experts' {str(dtype).removeprefix('torch.')} x{unit}",
+        timing,
+        correct=correct,
+        tolerance={"wrong": 0.0},
+        floor=floor_us(num_bytes),
+        value={"tb_s": num_bytes / timing.us / 1e6},
+    )
+
+
+def _quantize(bench: Bench) -> None:
+    x = _normal(NUM_WEIGHTS, WIDTH, HIDDEN)
+    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(NUM_WEIGHTS, WIDTH, HIDDEN // 32, dtype=torch.uint8, device="cuda")
+    table = QuantizeTable([(x[i], MXFP8Tensor(values[i], scale[i])) for i in range(NUM_WEIGHTS)])
+    table.launch(0, NUM_WEIGHTS)
+    wanted = mxfp8_reference.quantize(x[-1])
+    pairs = zip((values[-1], scale[-1]), wanted, strict=True)
+    wrong = sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)
+    bench.record(
+        "small_ops",
+        f"quantise {NUM_WEIGHTS} experts' weights to MXFP8",
+        time_eager(lambda: table.launch(0, NUM_WEIGHTS)),
+        correct={"wrong bytes": float(wrong)},
+        tolerance={"wrong bytes": 0.0},
+        floor=floor_us(x.numel() * (3 + 1 / 32)),
+    )
+
+
+def _copy(bench: Bench, width: int) -> None:
+    """Whole matrices, or the same columns of each."""
+    source, out = (_normal(NUM_WEIGHTS, WIDTH, HIDDEN)[..., :width] for _ in range(2))
+    table = CopyTable(list(zip(source, out, strict=True)))
+    table.launch(0, NUM_WEIGHTS)
+    correct = {"wrong": float((source != out).sum())}
+    peer = time_eager(lambda: out.copy_(source))
+    bench.record(
+        "small_ops",
+        f"copy {NUM_WEIGHTS} x {WIDTH} rows of {2 * width} bytes",
+        time_eager(lambda: table.launch(0, NUM_WEIGHTS)),
+        correct=correct,
+        tolerance={"wrong": 0.0},
+        floor=floor_us(2 * 2 * source.numel()),
+        peer=("torch copy_ in one call", peer.us),
+    )

@@ -186,9 +186,8 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # NCCL's own thread looks at the device while collectives are captured.
-        mode = "global" if self._model.groups is None else "thread_local"
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode=mode):
+        # Other threads may use the device meanwhile: NCCL's own, and one that receives weights.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             logits_SV, packed = run()
         self._memory = graph.pool()
         return CapturedStep(graph, inputs, starts_R1, sampling, logits_SV, packed)

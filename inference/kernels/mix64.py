@@ -17,12 +17,12 @@ def as_int64(word: int) -> int:
 
 def mix64(words: Tensor) -> Tensor:
     """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of the 64-bit words."""
-    words = _xor_shifted(words, 30).mul_(as_int64(0xBF58476D1CE4E5B9))
-    words = _xor_shifted(words, 27).mul_(as_int64(0x94D049BB133111EB))
-    return _xor_shifted(words, 31)
+    words = xor_shifted(words, 30).mul_(as_int64(0xBF58476D1CE4E5B9))
+    words = xor_shifted(words, 27).mul_(as_int64(0x94D049BB133111EB))
+    return xor_shifted(words, 31)
 
 
-def _xor_shifted(words: Tensor, bits: int) -> Tensor:
+def xor_shifted(words: Tensor, bits: int) -> Tensor:
     """words ^ (words >> bits), a new tensor."""
     # >> on int64 copies the sign bit; the mask makes the shift a logical one.
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1).bitwise_xor_(words)

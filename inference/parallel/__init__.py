@@ -28,6 +28,12 @@ both. The wait for the counts takes about a millisecond, so the counted form is 
 keeps much from travelling: long prefill chunks over many ranks. At ep 2 a token reaches 94 % of the
 ranks anyway.
 
+Small collectives, those of decode steps, cost NCCL several times what their bytes do. Where the
+GPUs of a group reach one another's memory (`peers.py` asks the hardware once, what came of it
+`ParallelGroups.describe` tells) the all-reduces over tp, gathers and the fixed form are one launch
+each that loads from the other ranks (`inference.parallel.peer_memory`). Large ones, and all others,
+are NCCL's or gloo's.
+
 Everything is deterministic: sums have a fixed order, and collectives a fixed shape.
 
 Lockstep. Each rank drives an engine of its own. The tp ranks of a dp group are given the same
@@ -41,6 +47,7 @@ Failure. The ranks watch one another over a mesh of sockets (`watch.py`): the de
 closes its sockets, so all others learn it at once and name it. Hosts wait for the device, graph
 replays included, and for gloo's collectives with an eye on the watch, and raise `ParallelError`
 with the rank and the operation. A rank that is alive but does not come is named when the groups'
-timeout is over. What NCCL still has under way is aborted later and behind the host's back, which
-may fail or hang: the process is to report the error and end.
+timeout is over. On the device a launch waits for a rank that is gone: later, and behind the host's
+back, those in common memory are released and those of NCCL aborted, which may fail or hang. The
+process is to report the error and end, by os._exit.
 """

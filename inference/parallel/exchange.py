@@ -134,9 +134,11 @@ class FixedFlight:
         return Received(x_RC, self._exchange.local_ids(ids_RA), weights_RA)
 
     def combine(self, partial_RC: Tensor, y_SC: Tensor) -> None:
-        groups = self._exchange.groups
+        groups, what = self._exchange.groups, "combine of expert sums"
+        if groups.add_parts(partial_RC, y_SC, what):
+            return
         sums_RC = torch.empty_like(partial_RC)
-        groups.all_to_all(sums_RC, partial_RC, "combine of expert sums").wait()
+        groups.all_to_all(sums_RC, partial_RC, what).wait()
         num_rows = len(sums_RC) // groups.config.world
         index_SW = self._exchange.fixed_index(num_rows, y_SC.device)
         add_rows(y_SC, sums_RC, sums_RC[:0], index_SW[: len(y_SC)])

@@ -7,6 +7,7 @@ collective of a process that is alive, `watch.py` notices one that is not.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from inference.parallel import peer_memory
 from inference.parallel.config import ParallelConfig
+from inference.parallel.peer_memory import PeerMemory
+from inference.parallel.peers import can_share, make_memory, reachable_ranks
 from inference.parallel.watch import ParallelError, Watch, first_line
+
+logger = logging.getLogger(__name__)
 
 # Renamed between torch 2.11 and 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -90,6 +96,10 @@ class ParallelGroups:
     world_group: dist.ProcessGroup
     host_group: dist.ProcessGroup
     """All ranks, gloo: what the hosts agree on before a step."""
+    tp_memory: PeerMemory | None = None
+    """Small collectives of `tp_group` go through it; None: through `tp_group`, like large ones."""
+    world_memory: PeerMemory | None = None
+    """The same of `world_group`."""
     is_aborting: bool = False
 
     @classmethod
@@ -100,13 +110,18 @@ class ParallelGroups:
         timeout_s: float,
         address: str = "127.0.0.1",
         backend: str | None = None,
+        use_peer_memory: bool = True,
     ) -> ParallelGroups:
         """Make the groups; every rank of the default group calls this with the same arguments.
+
+        With CUDA the current device is the rank's.
 
         Args:
             timeout_s: longest wait for the others in a collective.
             address: of this machine, as the other ranks reach it (each machine its own).
             backend: of the device's collectives; None: NCCL where there is CUDA, else gloo.
+            use_peer_memory: small collectives over NCCL's ranks go through memory that all of them
+                read, where their GPUs reach one another; `describe` says whether they do.
 
         Raises:
             ParallelError: the default group has another size, ranks ask for different splits, or
@@ -127,6 +142,7 @@ class ParallelGroups:
         except RuntimeError as error:
             raise _not_all_came(error) from error
         _expect_alike(config, "the split", host_group)
+        _expect_alike((backend, use_peer_memory), "what they talk through", host_group)
         watch = Watch(rank, world, address, lambda own: _gather(own, host_group), timeout_s)
         world_group = dist.new_group(everyone, device_timeout, backend)
         tp_group = world_group
@@ -137,7 +153,29 @@ class ParallelGroups:
             tp_group = tp_groups[config.dp_rank(rank)]
         groups = cls(config, rank, watch, timeout_s, tp_group, world_group, host_group)
         watch.on_trouble = groups.abort_later
+        if backend == "nccl" and use_peer_memory:
+            groups._map_memory()
+        logger.info("rank %d of %d: %s", rank, world, groups.describe())
         return groups
+
+    def _map_memory(self) -> None:
+        """Make what memory the ranks can have in common; every rank calls this."""
+        reachable = reachable_ranks(self.rank, lambda own: _gather(own, self.host_group))
+        tp, dp = self.config.tp, self.config.dp
+        if can_share(range(self.config.world), reachable) and dp > 1:
+            self.world_memory = make_memory(self.world_group)
+        # All or none: the ranks of another tp group may reach one another though these do not.
+        firsts = range(0, self.config.world, tp)
+        if all(can_share(range(first, first + tp), reachable) for first in firsts):
+            self.tp_memory = make_memory(self.tp_group)
+        self.expect_alike((self.tp_memory is None, self.world_memory is None), "memory of peers")
+
+    def describe(self) -> str:
+        """What the ranks talk through, for logs."""
+        ways = {"tp": self.tp_memory, "all ranks": self.world_memory}
+        small = [name for name, memory in ways.items() if memory is not None]
+        through = f", small ones over {' and '.join(small)} in common memory" if small else ""
+        return f"collectives by {dist.get_backend(self.world_group)}{through}"
 
     def expect_alike(self, value: object, what: str) -> None:
         """Compare `value`, which can be pickled, over all ranks; waits for them.
@@ -154,12 +192,21 @@ class ParallelGroups:
 
     def all_reduce(self, x: Tensor, what: str = "all-reduce") -> Pending:
         """Sum over the tp ranks, in place; equal bits on all of them."""
+        memory = self.tp_memory
+        if memory is not None and peer_memory.fits(memory, x):
+            self.watch.check(what)
+            peer_memory.all_reduce(memory, x)
+            return Pending([], what, self.watch)
         return self._start(
             what, (x,), lambda: dist.all_reduce(x, group=self.tp_group, async_op=True)
         )
 
     def gather_over_tp(self, x: Tensor, what: str) -> Tensor:
         """[tp · n, ...]: the x [n, ...] of the tp ranks in order; `x` is contiguous."""
+        memory = self.tp_memory
+        if memory is not None and peer_memory.fits(memory, x):
+            self.watch.check(what)
+            return peer_memory.gather(memory, [x])[0]
         out = x.new_empty((self.config.tp * len(x), *x.shape[1:]))
         self._start(
             what, (out, x), lambda: _all_gather(out, x, group=self.tp_group, async_op=True)
@@ -168,6 +215,10 @@ class ParallelGroups:
 
     def show_to_all(self, x: Sequence[Tensor], what: str) -> tuple[list[Tensor], Pending]:
         """Each x [n, ...] becomes [world · n, ...], those of all ranks in order; contiguous."""
+        memory = self.world_memory
+        if memory is not None and peer_memory.fits(memory, *x):
+            self.watch.check(what)
+            return peer_memory.gather(memory, x), Pending([], what, self.watch)
         world, group = self.config.world, self.world_group
         out = [t.new_empty((world * len(t), *t.shape[1:])) for t in x]
 
@@ -184,6 +235,19 @@ class ParallelGroups:
             return list(together.works)
 
         return out, self._start(what, (*out, *x), send if x[0].is_cuda else gather)
+
+    def add_parts(self, parts_RC: Tensor, y_SC: Tensor, what: str) -> bool:
+        """y_SC += what all ranks have for this one, if that is small; returns whether it is.
+
+        `parts_RC` has n ≥ S rows for each rank in order. FP32, in ascending rank order, y last.
+        """
+        memory = self.world_memory
+        part_RC = parts_RC[: len(parts_RC) // self.config.world]
+        if memory is None or not peer_memory.fits(memory, part_RC):
+            return False
+        self.watch.check(what)
+        peer_memory.add_parts(memory, parts_RC, y_SC)
+        return True
 
     def agree(self, numbers: Sequence[int], what: str) -> list[int]:
         """The largest of each number over all ranks, known to all hosts; waits for them."""
@@ -243,9 +307,9 @@ class ParallelGroups:
         self.watch.check(what)
 
     def abort_later(self) -> None:
-        """Have NCCL's kernels end in a while, for a thread that waits for the device elsewhere.
+        """Have what waits on the device end in a while, for a thread that waits for it elsewhere.
 
-        The abort itself may hang, so nobody waits for it; NCCL's watchdog ends the process then.
+        The abort of NCCL may hang, so nobody waits for it; NCCL's watchdog ends the process then.
         """
         if self.is_aborting or not self.is_nccl:
             return
@@ -254,6 +318,9 @@ class ParallelGroups:
 
     def _abort(self) -> None:
         time.sleep(ABORT_AFTER_S)
+        for memory in (self.tp_memory, self.world_memory):
+            if memory is not None:
+                memory.release()
         for group in {self.world_group, self.tp_group}:
             with contextlib.suppress(RuntimeError):  # aborted already
                 group.abort()

@@ -1,5 +1,6 @@
 """Quantise to MXFP8 and back; byte-equal wherever it is done."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,14 +9,17 @@ from torch import Tensor
 from inference.kernels.dispatch import expect_dtype, expect_shape, use_kernel
 from inference.kernels.mxfp8 import reference
 from inference.kernels.mxfp8.reference import BLOCK_SIZE
-from inference.kernels.tensor_hash import combine, tensor_hash
+from inference.kernels.tables import PartTable, expect_dense_rows
+from inference.kernels.tensor_hash import HashPart, HashTable, combine, hash_part
 
 __all__ = [
     "BLOCK_SIZE",
     "MAX_SCALE",
     "SCALE_SUFFIX",
     "MXFP8Tensor",
+    "QuantizeTable",
     "dequantize",
+    "hash_parts",
     "hash_tensor",
     "quantize",
     "quantize_into",
@@ -101,6 +105,52 @@ def quantize_into(x: Tensor, out: MXFP8Tensor) -> None:
     out.scale.copy_(scale)
 
 
+class QuantizeTable(PartTable):
+    """`quantize_into` for many rectangles in few launches, with the same bytes."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, MXFP8Tensor]]) -> None:
+        """
+        Args:
+            pairs: (x, out) as `quantize_into` takes them, all on one device; the last dimension of
+                `x` and of the values has stride 1. The tensors are kept, and must stay where they
+                are.
+
+        Raises:
+            TypeError: an `x` is not BF16.
+            ValueError: shapes do not fit, or the last dimension has another stride.
+        """
+        op = "QuantizeTable"
+        super().__init__(op, [(x, *out) for x, out in pairs])
+        for x, out in pairs:
+            _check_source(op, x)
+            _check_pair(op, out.values, out.scale)
+            expect_shape(op, "out", out.values, tuple(x.shape))
+            expect_dense_rows(op, "x", x)
+            expect_dense_rows(op, "values", out.values)
+        self._pairs = tuple(pairs)
+        if self._on_cuda:
+            from inference.kernels.mxfp8 import table_kernel
+
+            self._tables = table_kernel.tables([(x, *out) for x, out in pairs])
+
+    def launch(self, first: int, last: int) -> None:
+        """Quantise pairs first..last-1; on CUDA enqueued as one kernel (two where some are not
+        aligned to 16 bytes). As `quantize_into` it does not raise for NaN or infinity.
+
+        Raises:
+            ValueError: no such pairs.
+            RuntimeError: the memory of one has moved.
+        """
+        self._expect_range(first, last)
+        if self._on_cuda:
+            from inference.kernels.mxfp8 import table_kernel
+
+            table_kernel.quantize(self._tables, first, last)
+            return
+        for x, out in self._pairs[first:last]:
+            quantize_into(x, out)
+
+
 def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`values · 2^(scale - 127)` in `dtype`, exact but for what under- or overflows; waits.
 
@@ -123,30 +173,55 @@ def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return reference.dequantize(values, scale, dtype)
 
 
+def hash_parts(
+    weight: MXFP8Tensor,
+    *,
+    name: str,
+    offsets: tuple[int, ...] | None = None,
+    shape: tuple[int, ...] | None = None,
+    unit: int = 1,
+    unit_scale: int = 1,
+) -> tuple[HashPart, HashPart]:
+    """Values and scales of a quantised weight as parts of a `HashTable`.
+
+    Args:
+        name: published name of the weight; the scales are hashed under theirs.
+        offsets: where this rectangle begins in the global weight, a multiple of 32 along K.
+        shape: of the global weight; None: this is all of it.
+        unit: values of a unit.
+        unit_scale: scales of a unit. A cut of the values at 32 k is a cut of the scales at k.
+    """
+    offsets = (0,) * weight.values.ndim if offsets is None else offsets
+    shape = tuple(weight.shape) if shape is None else shape
+    of_values = hash_part(weight.values, name=name, offsets=offsets, shape=shape, unit=unit)
+    of_scale = hash_part(
+        weight.scale,
+        name=name + SCALE_SUFFIX,
+        offsets=(*offsets[:-1], offsets[-1] // BLOCK_SIZE),
+        shape=(*shape[:-1], shape[-1] // BLOCK_SIZE),
+        unit=unit_scale,
+    )
+    return of_values, of_scale
+
+
 def hash_tensor(
     weight: MXFP8Tensor,
     *,
     name: str,
     offsets: tuple[int, ...] | None = None,
     shape: tuple[int, ...] | None = None,
+    unit: int = 1,
+    unit_scale: int = 1,
 ) -> int:
-    """`tensor_hash` of a quantised weight: that of its values and that of its scales, added up.
-
-    Args:
-        name: published name of the weight; the scales are hashed under theirs.
-        offsets: where this rectangle begins in the global weight, a multiple of 32 along K.
-        shape: of the global weight; None: this is all of it.
-    """
-    offsets = (0,) * weight.values.ndim if offsets is None else offsets
-    shape = tuple(weight.shape) if shape is None else shape
-    of_values = tensor_hash(weight.values, name=name, offsets=offsets, shape=shape)
-    of_scale = tensor_hash(
-        weight.scale,
-        name=name + SCALE_SUFFIX,
-        offsets=(*offsets[:-1], offsets[-1] // BLOCK_SIZE),
-        shape=(*shape[:-1], shape[-1] // BLOCK_SIZE),
+    """The hashes of the values and of the scales of a quantised weight, added up; see
+    `hash_parts`. Waits for the device."""
+    table = HashTable(
+        hash_parts(
+            weight, name=name, offsets=offsets, shape=shape, unit=unit, unit_scale=unit_scale
+        )
     )
-    return combine((of_values, of_scale))
+    table.launch(0, 2)
+    return combine(table.read())
 
 
 def _check_source(op: str, x: Tensor) -> None:

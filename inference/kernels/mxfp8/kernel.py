@@ -1,4 +1,10 @@
-"""MXFP8 in one pass over memory; bytes are built in integers, the same in Triton's interpreter."""
+"""MXFP8 in one pass over memory.
+
+GPUs from compute capability 8.9 on convert FP32 to e4m3; elsewhere, Triton's interpreter too, the
+same bytes are built in integers.
+"""
+
+import functools
 
 import torch
 import triton
@@ -20,6 +26,28 @@ def _block_offsets(num_blocks, blocks_per_row, TILE: tl.constexpr):
 
 
 @triton.jit
+def quantized(b_bits, CONVERTS: tl.constexpr):
+    """(codes [TILE, 32] uint8, scales [TILE] uint8) of the bits of BF16 numbers [TILE, 32]."""
+    b_bits = b_bits.to(tl.int32)
+    # [TILE]
+    b_amax = tl.max(b_bits & 0x7FFF, 1)
+    b_scale = (b_amax >> 7) - 8 + ((b_amax & 0x7F) > 0x60).to(tl.int32)
+    b_scale = tl.maximum(b_scale, 0)
+    b_factor = ((254 - b_scale) << 23).to(tl.float32, bitcast=True)
+    # [TILE, BLOCK_SIZE]
+    b_y = (b_bits << 16).to(tl.float32, bitcast=True) * b_factor[:, None]
+    if CONVERTS:
+        b_code = b_y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        # 2^-120 takes e4m3's bias of 7 to FP32's of 127 and its subnormals to FP32's: exponent and
+        # mantissa are e4m3's but for 20 bits behind, which are rounded off, ties to even.
+        b_z = (b_y * 7.52316384526264e-37).to(tl.int32, bitcast=True)
+        b_z += 0x7FFFF + ((b_z >> 20) & 1)
+        b_code = ((b_z >> 20) & 0x7F) | ((b_z >> 24) & 0x80)
+    return b_code.to(tl.uint8), b_scale.to(tl.uint8)
+
+
+@triton.jit
 def _quantize_kernel(
     x_ptr,
     values_ptr,
@@ -31,27 +59,16 @@ def _quantize_kernel(
     stride_scale,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):
     i_row, i_block, m_b = _block_offsets(num_blocks, blocks_per_row, TILE)
     # [TILE, BLOCK_SIZE]
     o_k = i_block[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
     b_bits = tl.load(x_ptr + i_row[:, None] * stride_x + o_k, mask=m_b[:, None], other=0)
-    b_bits = b_bits.to(tl.int32) & 0xFFFF
-    # [TILE]
-    b_amax = tl.max(b_bits & 0x7FFF, 1)
-    b_scale = (b_amax >> 7) - 8 + ((b_amax & 0x7F) > 0x60).to(tl.int32)
-    b_scale = tl.maximum(b_scale, 0)
-    b_factor = ((254 - b_scale) << 23).to(tl.float32, bitcast=True)
-    tl.store(scale_ptr + i_row * stride_scale + i_block, b_scale.to(tl.uint8), mask=m_b)
-    b_y = ((b_bits & 0x7FFF) << 16).to(tl.float32, bitcast=True) * b_factor[:, None]
-    b_y_bits = b_y.to(tl.int32, bitcast=True)
-    # Ties to even by hand: 20 of 23 mantissa bits go, and the exponent's bias from 127 to 7.
-    b_normal = ((b_y_bits + 0x7FFFF + ((b_y_bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Next to 2^14 a unit of FP32's last place is 2^-9, that of e4m3's subnormals.
-    b_small = (b_y + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    b_code = tl.where(b_y_bits < (121 << 23), b_small, b_normal) | ((b_bits >> 8) & 0x80)
+    b_code, b_scale = quantized(b_bits, CONVERTS)
+    tl.store(scale_ptr + i_row * stride_scale + i_block, b_scale, mask=m_b)
     p_values = values_ptr + i_row[:, None] * stride_values + o_k
-    tl.store(p_values, b_code.to(tl.uint8), mask=m_b[:, None])
+    tl.store(p_values, b_code, mask=m_b[:, None])
 
 
 @triton.jit
@@ -83,6 +100,12 @@ def _dequantize_kernel(
     tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_b[:, None])
 
 
+@functools.cache
+def converts(device: torch.device) -> bool:
+    """Whether `device` has an instruction that rounds to e4m3."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def quantize(x: Tensor, values: Tensor, scale: Tensor) -> None:
     """Write x [..., K] as MXFP8 into matrices in memory, whatever their rows' strides."""
     rows = _dense_rows(x).view(torch.int16)
@@ -100,6 +123,7 @@ def quantize(x: Tensor, values: Tensor, scale: Tensor) -> None:
             scale_rows.stride(0),
             BLOCK_SIZE=BLOCK_SIZE,
             TILE=TILE,
+            CONVERTS=converts(x.device),
         )
 
 

@@ -1,8 +1,19 @@
-"""The additive hash: Σ mix64(2i + 1, bits_i, salt(name)) mod 2^64 over global places i.
+"""The additive hash: the sum over units of mix64(fold((low ^ key) * LOW) + high * HIGH) mod 2^64.
 
-A sum over places, so the hashes of disjoint rectangles that cover a tensor add up to its own, and
-trainer and worker compare without gathering. At a fixed place the term is a bijection of the bits:
-no single changed element goes unseen. The place enters the term, so swapped rows are seen too.
+A unit is a few neighbouring elements, 16 bytes at most: `low` and `high` are its bytes, little
+endian, as two 64-bit words. The key is that of its place, which counts units through the global
+tensor, so the hashes of disjoint rectangles add up to that of the whole, and trainer and worker
+compare without gathering.
+
+For given `high` the term is a bijection of `low`, and the other way round: no change within one
+word of a single unit goes unseen, and a change of both words with a chance of 2^-64. `fold` (the
+upper half onto the lower one) and HIGH keep what looks alike in both words, as changed signs do,
+from cancelling: one or two changed bits of `low`, or any changed signs, are made up for by a
+certain change of seven bits or more of `high` only.
+
+The keys, `place * GOLDEN ^ salt`, need no mix of their own. Multiples of GOLDEN that are less than
+2^31 (2^46) apart differ by more than 2^32 (2^16): units of four (two) bytes so near to one another
+never give the same word, whatever they hold.
 """
 
 import hashlib
@@ -10,82 +21,78 @@ import hashlib
 import torch
 from torch import Tensor
 
-from inference.kernels.mix64 import GOLDEN, as_int64, mix64
+from inference.kernels.mix64 import GOLDEN, as_int64, mix64, xor_shifted
 
 MASK64 = (1 << 64) - 1
+LOW, HIGH = 0xD6E8FEB86659FD93, 0xE7037ED1A0B428DB
+"""Odd factors without a pattern."""
 # Elements hashed at a time: temporaries of half a MiB stay in the cache.
 MAX_ELEMENTS = 1 << 16
 
-_BITS = {
-    torch.float32: (torch.int32, 0xFFFFFFFF),
-    torch.bfloat16: (torch.int16, 0xFFFF),
-    torch.float8_e4m3fn: (torch.uint8, 0xFF),
-    torch.uint8: (torch.uint8, 0xFF),
-}
-HASHABLE_DTYPES = tuple(_BITS)
+HASHABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def salt(name: str) -> int:
-    """64 bits of the tensor's name."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+def salt(name: str, unit: int) -> int:
+    """64 bits of the tensor's name and the elements of a unit."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8, salt=unit.to_bytes(2, "little"))
+    return int.from_bytes(digest.digest(), "little")
 
 
-def tensor_hash(tensor: Tensor, salt: int, offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
+def tensor_hash(
+    tensor: Tensor, salt: int, offsets: tuple[int, ...], shape: tuple[int, ...], unit: int
+) -> int:
     if tensor.numel() == 0:
         return 0
-    if tensor.numel() <= MAX_ELEMENTS:
-        return _hash_piece(tensor, salt, offsets, shape)
-    dim = max(range(tensor.ndim), key=lambda d: tensor.shape[d])
-    half = tensor.shape[dim] // 2
+    if tensor.numel() <= max(MAX_ELEMENTS, unit):
+        return _hash_piece(tensor, salt, offsets, shape, unit)
+    steps = [1] * (tensor.ndim - 1) + [unit]
+    dim = max(range(tensor.ndim), key=lambda d: tensor.shape[d] // steps[d])
+    half = tensor.shape[dim] // steps[dim] // 2 * steps[dim]
     first, second = tensor.split([half, tensor.shape[dim] - half], dim)
     moved = (*offsets[:dim], offsets[dim] + half, *offsets[dim + 1 :])
     return (
-        tensor_hash(first, salt, offsets, shape) + tensor_hash(second, salt, moved, shape)
+        tensor_hash(first, salt, offsets, shape, unit)
+        + tensor_hash(second, salt, moved, shape, unit)
     ) & MASK64
 
 
-def _hash_piece(tensor: Tensor, salt: int, offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    view, mask = _BITS[tensor.dtype]
-    bits = tensor.detach().reshape(-1).view(view).long() & mask
-    place = _global_places(tuple(tensor.shape), offsets, shape, tensor.device)
-    keys = mix64((2 * place + 1) * as_int64(GOLDEN) + as_int64(salt))
-    return int(mix64(keys ^ bits).sum()) & MASK64
+def is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor.float()).all())
 
 
-def _global_places(
-    local_shape: tuple[int, ...],
-    offsets: tuple[int, ...],
-    shape: tuple[int, ...],
-    device: torch.device,
+def places_of(offsets: tuple[int, ...], shape: tuple[int, ...], unit: int) -> tuple[int, list[int]]:
+    """(place of a rectangle's first unit, steps of its dimensions in places)."""
+    steps = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        inner_size = shape[dim + 1] // (unit if dim + 2 == len(shape) else 1)
+        steps[dim] = steps[dim + 1] * inner_size
+    first = sum(offset * step for offset, step in zip(offsets[:-1], steps[:-1], strict=True))
+    return first + (offsets[-1] // unit if offsets else 0), steps
+
+
+def _hash_piece(
+    tensor: Tensor, salt: int, offsets: tuple[int, ...], shape: tuple[int, ...], unit: int
+) -> int:
+    unit_bytes = unit * tensor.element_size()
+    # A copy, for the bytes of a view need not be aligned as words are.
+    packed = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+    words = packed.view(_WORDS[unit_bytes]).long()
+    low = words[::2] if unit_bytes == 16 else words & as_int64((1 << 8 * unit_bytes) - 1)
+    keys = _unit_places(tensor, offsets, shape, unit) * as_int64(GOLDEN) ^ as_int64(salt)
+    mixed = xor_shifted((low ^ keys) * as_int64(LOW), 32)
+    if unit_bytes == 16:
+        mixed += words[1::2] * as_int64(HIGH)
+    return int(mix64(mixed).sum()) & MASK64
+
+
+def _unit_places(
+    tensor: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...], unit: int
 ) -> Tensor:
-    """Row-major place in the global tensor of each element of a rectangle of it, flattened."""
-    rest = torch.arange(_product(local_shape), device=device)
-    place = torch.zeros_like(rest)
-    stride = 1
-    (_, first_offset, _), *inner = _fold(local_shape, offsets, shape)
-    for size, offset, global_size in reversed(inner):
-        place += (rest % size + offset) * stride
-        rest = rest // size
-        stride *= global_size
-    return place + (rest + first_offset) * stride
-
-
-def _fold(
-    local_shape: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]
-) -> list[tuple[int, int, int]]:
-    """Join each dimension held whole to the one before it: fewer divisions, the same places."""
-    folded: list[tuple[int, int, int]] = []
-    for size, offset, global_size in zip(local_shape, offsets, shape, strict=True):
-        if folded and size == global_size:
-            before = folded.pop()
-            folded.append((before[0] * size, before[1] * size, before[2] * size))
-        else:
-            folded.append((size, offset, global_size))
-    return folded or [(1, 0, 1)]
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
+    """Row-major place in the global tensor of each unit of a rectangle of it, flattened."""
+    first, steps = places_of(offsets, shape, unit)
+    places = torch.tensor(first, device=tensor.device)
+    for dim, step in enumerate(steps):
+        size = tensor.shape[dim] // (unit if dim + 1 == tensor.ndim else 1)
+        places = places[..., None] + torch.arange(size, device=tensor.device) * step
+    return places.reshape(-1)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from inference.kernels import mxfp8
+from inference.kernels.tensor_hash import HashTable, combine, tensor_hash
 
 
 def e4m3_values() -> list[float]:
@@ -151,3 +152,39 @@ def test_a_nan_scale_is_refused():
     values, scale = mxfp8.quantize(block_of(1.0))
     with pytest.raises(ValueError, match="255 means NaN"):
         mxfp8.dequantize(values, torch.full_like(scale, 255), torch.float32)
+
+
+def test_pairs_of_a_table_that_do_not_fit_are_refused():
+    x = torch.zeros(3, 64).bfloat16()
+    out = mxfp8.quantize(x)
+    with pytest.raises(TypeError, match="QuantizeTable: x is torch"):
+        mxfp8.QuantizeTable([(x.float(), out)])
+    with pytest.raises(ValueError, match=r"out has shape \(3, 64\), needs \(2, 64\)"):
+        mxfp8.QuantizeTable([(x[:2], out)])
+    with pytest.raises(ValueError, match="columns of x have stride 3, need 1"):
+        mxfp8.QuantizeTable([(x.view(64, 3).T, out)])
+    table = mxfp8.QuantizeTable([(x, out)])
+    out.scale.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="the memory of part 0 has moved"):
+        table.launch(0, 1)
+
+
+def test_cuts_between_blocks_add_up_to_the_hash_of_the_whole():
+    weight = mxfp8.quantize(torch.randn(2, 5, 256).bfloat16())
+    whole = mxfp8.hash_tensor(weight, name="w", unit=16, unit_scale=4)
+    parts = []
+    for rows in (slice(0, 2), slice(2, 5)):
+        for start in (0, 128):
+            cut = mxfp8.MXFP8Tensor(
+                weight.values[:, rows, start : start + 128],
+                weight.scale[:, rows, start // 32 : start // 32 + 4],
+            )
+            options = {"offsets": (0, rows.start, start), "shape": weight.shape}
+            parts += mxfp8.hash_parts(cut, name="w", **options, unit=16, unit_scale=4)
+    table = HashTable(parts)
+    table.launch(0, len(parts))
+    assert combine(table.read()) == whole
+    of_values = tensor_hash(weight.values, name="w", unit=16)
+    assert whole == combine((of_values, tensor_hash(weight.scale, name="w_scale_inv", unit=4)))
+    with pytest.raises(ValueError, match=r"w_scale_inv: .* cuts units of 4"):
+        mxfp8.hash_parts(mxfp8.quantize(torch.randn(2, 96).bfloat16()), name="w", unit_scale=4)

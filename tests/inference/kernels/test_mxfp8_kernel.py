@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inference.kernels import mxfp8
-from inference.kernels.mxfp8 import MXFP8Tensor, kernel, reference
+from inference.kernels.mxfp8 import MXFP8Tensor, QuantizeTable, kernel, reference, table_kernel
 
 
 def quantized(x: torch.Tensor, device: torch.device) -> MXFP8Tensor:
@@ -103,6 +103,62 @@ def test_a_block_that_is_not_finite_has_a_scale_above_the_largest_usable(kernel_
     scale = quantized(x, kernel_device).scale
     assert (scale > mxfp8.MAX_SCALE).tolist() == [[False, False], [False, True], [False, False]]
     assert scale[2, 1] == mxfp8.MAX_SCALE
+
+
+def places_for(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> list:
+    """(source, values, scale): two experts with gate and up rows joined, a rectangle, one block, a
+    source that is not aligned to 16 bytes and an empty one."""
+    codes = values.view(torch.float8_e4m3fn)
+    cut = (slice(2, 9), slice(32, 96)), (slice(2, 9), slice(1, 3))
+    return [
+        (x[0, :4, :128], codes[0, :4], scale[0, :4]),
+        (x[1:3, :6, 32:160], codes[1:3, 4:10], scale[1:3, 4:10]),
+        (x[3, :7, 64:128], codes[(3, *cut[0])], scale[(3, *cut[1])]),
+        (x[3, 9, :32], codes[4, 0, 96:], scale[4, 0, 3:]),
+        (x[4, :3, 5:133], codes[4, 4:7], scale[4, 4:7]),
+        (x[4, :0, :128], codes[4, :0], scale[4, :0]),
+    ]
+
+
+def test_a_table_writes_the_references_bytes_and_nothing_around_them(kernel_device, monkeypatch):
+    monkeypatch.setattr(table_kernel, "BLOCK", 16)
+    monkeypatch.setattr(table_kernel, "CHUNK", 8)
+    x = torch.randn(5, 10, 160, generator=torch.Generator().manual_seed(2)).bfloat16()
+    wanted = torch.zeros(5, 12, 128).to(torch.uint8), torch.full((5, 12, 4), 77).to(torch.uint8)
+    found = [part.to(kernel_device, copy=True) for part in wanted]
+    pairs = places_for(x.to(kernel_device), *found)
+    tables = table_kernel.tables(pairs)
+    assert sorted(tables) == [1, 16]
+    for first, last in ((0, 1), (1, 5), (5, 6)):
+        table_kernel.quantize(tables, first, last)
+    for source, *out in places_for(x, *wanted):
+        mxfp8.quantize_into(source, MXFP8Tensor(*out))
+    assert_same_bytes([part.cpu() for part in found], wanted)
+
+
+def test_a_table_quantises_all_numbers_as_the_reference_says(kernel_device):
+    x = magnitudes()[::3].contiguous()
+    out = quantized(torch.zeros_like(x), kernel_device)
+    out = MXFP8Tensor(out.values.to(kernel_device), out.scale.to(kernel_device))
+    table = table_kernel.tables([(x.to(kernel_device), *out)])
+    table_kernel.quantize(table, 0, 1)
+    assert_same_bytes([part.cpu() for part in out], reference.quantize(x))
+
+
+def test_a_range_of_pairs_is_quantised_on_either_device(kernel_device):
+    x = torch.randn(5, 10, 160).bfloat16()
+    values = torch.zeros(2, 5, 12, 128, dtype=torch.uint8)
+    scale = torch.zeros(2, 5, 12, 4, dtype=torch.uint8)
+    for source, *out in places_for(x, values[1], scale[1]):
+        mxfp8.quantize_into(source, MXFP8Tensor(*out))
+    on_device = values[0].to(kernel_device), scale[0].to(kernel_device)
+    places = places_for(x.to(kernel_device), *on_device)
+    table = QuantizeTable([(source, MXFP8Tensor(*out)) for source, *out in places])
+    table.launch(0, 3)
+    assert not on_device[0][4].any()
+    table.launch(3, len(table))
+    assert torch.equal(on_device[0].cpu(), values[1])
+    assert torch.equal(on_device[1].cpu(), scale[1])
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from torch import Tensor
 from inference.kernels.expert_gemm import expert_gemm
 from inference.parallel import exchange
 from inference.parallel.config import ParallelConfig
+from inference.parallel.groups import ParallelGroups
 from inference.parallel.moe import ParallelExperts
 from tests.inference.parallel.ranks import Ranks, groups_for
 
@@ -85,6 +86,7 @@ def run_rank(
     batch: list[tuple[Tensor, ...]],
     max_tokens: int,
     form: str = "fixed",
+    groups: ParallelGroups | None = None,
 ) -> Tensor:
     weights = Weights.random().of_rank(config, rank)
     x, ids, route = batch[config.dp_rank(rank)]
@@ -99,10 +101,19 @@ def run_rank(
             x, weights.w13, weights.w2, none, torch.ones(len(x), 1), **ACT, shared=weights.shared
         )
 
-    experts = ParallelExperts(groups_for(config), E)
+    experts = ParallelExperts(groups or groups_for(config), E)
     least = -1 if form == "counted" else 1 << 40
     with patch.multiple(exchange, COUNT_BYTES=least, COUNT_ROWS=least):
         return experts(x, ids, route, expert_sum, shared_sum, max_tokens=max_tokens)
+
+
+def of_one_rank(batch: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """What `run_rank` is to give in each dp group."""
+    one = Weights.random()
+    return [
+        expert_gemm(x, one.w13, one.w2, ids, route, **ACT, shared=one.shared)
+        for x, ids, route in batch
+    ]
 
 
 BATCHES = {
@@ -120,15 +131,14 @@ BATCHES = {
 def test_every_division_of_four_ranks_equals_one_rank(
     four_ranks: Ranks, config: ParallelConfig, form: str
 ):
-    one = Weights.random()
     for seed, (name, (counts, experts)) in enumerate(BATCHES.items()):
         batch = tokens(counts[: config.dp], seed, tuple(experts))
         # A decode step is padded to the size of a captured graph: more rows than anybody has.
         max_tokens = max(counts[: config.dp]) + seed % 3
+        of_group = of_one_rank(batch)
         found = four_ranks.results(run_rank, config, batch, max_tokens, form)
         for rank, y in enumerate(found):
-            x, ids, route = batch[config.dp_rank(rank)]
-            wanted = expert_gemm(x, one.w13, one.w2, ids, route, **ACT, shared=one.shared)
+            wanted = of_group[config.dp_rank(rank)]
             torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5, msg=f"{name}, rank {rank}")
             assert torch.equal(y, found[rank - config.tp_rank(rank)]), "tp ranks differ"
 

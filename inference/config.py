@@ -203,6 +203,9 @@ class EngineConfig:
     """Which weights are held in MXFP8, quantised from BF16 when written: 'none'; 'mxfp8', the
     routed experts; 'mxfp8_released', also attention with the index projections, the dense MLP and
     the shared expert, as in the released checkpoint."""
+    shadow_weights: bool = False
+    """Hold all weights twice: a load fills the second copy while the first one serves, and its
+    commit copies them over in milliseconds."""
     num_pages: int = 512
     page_size: int | None = None
     """Tokens a page; None takes the model's `index_block_size`, the only value allowed."""

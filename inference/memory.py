@@ -52,7 +52,7 @@ class MemoryPlan:
 
     parallel: ParallelConfig
     weights: dict[str, int]
-    """By class; scales of MXFP8 weights apart."""
+    """By class; scales of MXFP8 weights apart, and a shadow of all of them."""
     cache: dict[str, int]
     """What grows with `num_pages`: pages, and captured choices of the tokens in them."""
     buffers: dict[str, int]
@@ -194,7 +194,8 @@ class _Rank:
                 width = 1
                 scales[f"{name}, scales"] = count // MXFP8_BLOCK_SIZE
             sizes[name] = sizes.get(name, 0) + width * count
-        return _nonzero({**sizes, **scales})
+        sizes = _nonzero({**sizes, **scales})
+        return sizes | _nonzero({"shadow copy": self.engine.shadow_weights * sum(sizes.values())})
 
     def cache(self) -> dict[str, int]:
         model, engine, heads = self.model, self.engine, self.shard.num_kv_heads
@@ -357,9 +358,12 @@ def _named(parallel: ParallelConfig) -> str:
 def _remedies(
     model: ModelConfig, engine: EngineConfig, plan: MemoryPlan, gpu_bytes: int
 ) -> Iterator[str]:
-    """The nearest settings that fit: fewer pages, more GPUs, MXFP8."""
+    """The nearest settings that fit: fewer pages, no shadow, more GPUs, MXFP8."""
     if most := _most_pages(model, engine, plan.parallel, gpu_bytes):
         yield f"num_pages={most} or less"
+    alone = dataclasses.replace(engine, shadow_weights=False)
+    if engine.shadow_weights and _fits(model, alone, plan.parallel, gpu_bytes):
+        yield "shadow_weights=False"
     scopes = ("none", "mxfp8") if engine.quantization == "none" else (engine.quantization,)
     for scope in scopes:
         other = dataclasses.replace(engine, quantization=scope)

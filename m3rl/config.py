@@ -151,6 +151,9 @@ class EngineOptions(Section):
     """Weights that the runtime holds in MXFP8, quantised as they arrive: mxfp8, the routed experts;
     mxfp8_released, also attention, dense MLPs and shared experts. Halves them, and moves the
     runtime away from the trainer (see mismatch/*)."""
+    shadow_weights: Bool = False
+    """Hold all weights twice, so that a replica generates while a weight sync streams into the
+    second copy, and pauses for milliseconds only."""
 
 
 class M3BackendConfig(Section):

@@ -5,6 +5,7 @@ Reads JSON files and safetensors headers only: it imports neither ray, torch nor
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Collection, Sequence
@@ -24,6 +25,9 @@ from m3rl.checkpoint_files import tokenizer_problems, weight_problems
 from m3rl.config import Config, ConfigError
 from m3rl.data import iterate_items
 from m3rl.report import table
+from m3rl.sync_plan import LINKS, SyncSetting, sharded
+from m3rl.weight_sync.simulate import Projection
+from m3rl.weight_sync.trainer_layout import TrainerShards
 
 ModelPart = Literal["tokenizer", "weights"]
 MODEL_PARTS: tuple[ModelPart, ...] = ("tokenizer", "weights")
@@ -46,6 +50,9 @@ class Plan:
     """Of one trainer rank, by use; activations are not counted."""
     replica: MemoryPlan
     """Of the GPU, or the process, that holds one replica."""
+    sync: SyncSetting
+    projection: Projection
+    """Of one weight sync."""
     tokens_per_step: int
     """Most tokens of one training step, prompts counted for each completion."""
     page_size: int
@@ -123,6 +130,7 @@ def describe(plan: Plan) -> str:
         f"KV room of a replica: {plan.num_pages:,} pages of {plan.page_size} = {capacity:,} tokens"
         + _room(plan.replica),
         f"a step needs at most {plan.demand_pages:,} pages of it: {fits}",
+        *_sync_lines(plan),
     ]
     lines += [f"note: {notice}" for notice in plan.notices]
     return "\n".join(lines)
@@ -132,7 +140,8 @@ def gpu_table(plan: Plan, sizes: Sequence[int]) -> tuple[str, bool]:
     """One row for each number of GPUs, and whether any of them works.
 
     Trainer ranks stay as configured and every other GPU holds one replica. Neither the policy nor a
-    replica is spread over several GPUs yet, so a model that needs that is refused here.
+    replica is spread over several GPUs yet, so a model that needs that is refused here; its weight
+    sync is projected for shards on half of the GPUs (`sync_plan.sharded`).
     """
     rank_bytes, replica_bytes = sum(plan.trainer_bytes.values()), plan.replica.total_bytes
     gpu_bytes = H200_BYTES if plan.replica.gpu_bytes is None else plan.replica.gpu_bytes
@@ -151,10 +160,38 @@ def gpu_table(plan: Plan, sizes: Sequence[int]) -> tuple[str, bool]:
             verdict = f"refused: train.num_ranks and one replica are {plan.num_ranks + 1} GPUs"
         else:
             verdict, works = "fits", True
-        rows.append([str(size), str(plan.num_ranks), str(max(replicas, 0)), verdict])
+        setting = sharded(plan.sync, size, gpu_bytes) if too_big else None
+        if verdict == "fits":
+            setting = dataclasses.replace(plan.sync, num_replicas=replicas)
+        sync = "-" if setting is None else _sync_text(setting)
+        rows.append([str(size), str(plan.num_ranks), str(max(replicas, 0)), sync, verdict])
     kind = "H200 GPUs" if plan.replica.gpu_bytes is None else f"GPUs of {size_text(gpu_bytes)}"
-    header = [kind, "trainer ranks", "replicas", "verdict"]
+    header = [kind, "trainer ranks", "replicas", "weight sync", "verdict"]
     return table(header, rows, right=(0, 1, 2)), works
+
+
+def _sync_lines(plan: Plan) -> list[str]:
+    found = plan.projection
+    mean = round(sum(found.sent_bytes) / len(found.sent_bytes))
+    lines = [
+        f"weight sync: {size_text(max(found.sent_bytes))} from the busiest trainer rank, "
+        f"{size_text(mean)} from a mean one, {size_text(max(found.received_bytes))} to each "
+        f"worker, in {found.num_rounds:,} rounds"
+    ]
+    if plan.sync.engine.device != "cpu":
+        lines.append(
+            f"projected on H200s: {found.seconds:.2f} s, floor {found.floor_s:.2f} s, at "
+            f"{LINKS.nic / 1e9:.0f} GB/s a GPU between nodes and {LINKS.nvlink / 1e9:.0f} inside"
+        )
+    return lines
+
+
+def _sync_text(setting: SyncSetting) -> str:
+    """'1.18 s, floor 1.10 s', and how a model is sharded that one GPU cannot hold."""
+    found = setting.project()
+    text = f"{found.seconds:.2f} s, floor {found.floor_s:.2f} s"
+    ranks, replicas, ep = setting.trainer.world, setting.num_replicas, setting.replica.world
+    return text if ep == 1 else f"{text} ({ranks} FSDP ranks to {replicas} x ep={ep})"
 
 
 def _room(replica: MemoryPlan) -> str:
@@ -259,17 +296,22 @@ def _measure(
     prompt, completion = config.data.max_prompt_tokens, rollout.max_tokens
     page, pages = model.index_block_size, rollout.backend.engine.num_pages
     parameters = count_parameters(model)
+    ranks, replicas = config.train.num_ranks, rollout.backend.num_replicas
+    trainer = TrainerShards(ranks, replicas=ranks)
+    sync = SyncSetting(model, _engine_config(config), trainer, num_replicas=replicas)
     per_replica = -(-rollout.prompts_per_step // rollout.backend.num_replicas)
     shared = prompt // page
     own = -(-(prompt + completion) // page) - shared
     running = min(per_replica * rollout.group_size, rollout.backend.engine.max_running_requests)
     return Plan(
         name=config.run.name,
-        num_ranks=config.train.num_ranks,
-        num_replicas=rollout.backend.num_replicas,
+        num_ranks=ranks,
+        num_replicas=replicas,
         parameters=parameters,
         trainer_bytes=_trainer_bytes(config, parameters),
         replica=replica,
+        sync=sync,
+        projection=sync.project(),
         tokens_per_step=rollout.prompts_per_step * rollout.group_size * (prompt + completion),
         page_size=page,
         num_pages=pages,

@@ -7,7 +7,7 @@ of a row ·
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -156,17 +156,43 @@ class TensorSlot:
     dimension. A trainer rank's are all plain."""
 
 
+class LoadPlan(Protocol):
+    """What an engine answers to the parts in which its loads will come."""
+
+    @property
+    def places(self) -> Sequence[Any]:
+        """The memory of each part, the same as long as the engine lives: a tensor, or where the
+        engine quantises a named tuple of them, `values` and `scale`."""
+
+
 class WeightTarget(Protocol):
-    """The engine's side of a weight sync (`inference.engine.Engine` has these)."""
+    """The engine's side of a weight sync (`inference.engine.Engine` has these).
+
+    A sync begins a load with a plan, fills the plan's places, tells with `written` which are done,
+    and commits or aborts. Any thread may call these, one at a time.
+    """
+
+    @property
+    def has_shadow(self) -> bool:
+        """Whether a load fills a second copy while the engine serves: then only `commit` needs a
+        pause, and an aborted load harms nothing. Else the pause precedes `begin_load`."""
 
     def weight_layout(self) -> Iterable[Any]:
         """Objects with the fields of TensorSlot."""
 
-    def begin_load(self, version: int) -> None: ...
+    def plan_load(self, parts: Sequence[tuple[str, tuple[tuple[int, int], ...]]]) -> LoadPlan:
+        """Parts by published name and bounds; together all that the engine holds, once."""
+
+    def begin_load(self, version: int, plan: Any = None) -> None: ...
     def abort_load(self) -> None: ...
-    def write(self, name: str, bounds: tuple[tuple[int, int], ...], tensor: Any) -> None: ...
+    def write(self, name: str, bounds: tuple[tuple[int, int], ...], tensor: Any) -> None:
+        """For a load without a plan."""
+
+    def written(self, first: int, last: int) -> None:
+        """Parts `first` to `last` - 1 of the plan are in place; each once."""
+
     def commit(self) -> None: ...
-    def weights_hash(self) -> dict[str, int]: ...
+    def weights_hash(self, *, shadow: bool = False) -> dict[str, int]: ...
 
 
 class Receiver(Protocol):

@@ -13,11 +13,18 @@ DOORS = {
     "m3rl/rollout/m3_replica.py": ("inference",),
     "m3rl/policy.py": ("inference.kernels", "inference.models.weights", "inference.config"),
     "m3rl/weight_sync/": (
-        "inference.kernels.tensor_hash",
-        "inference.kernels.mxfp8",
+        "inference.config.MXFP8_BLOCK_SIZE",
         "inference.kernels.copy_table",
+        "inference.kernels.mxfp8",
+        "inference.kernels.tensor_hash",
     ),
     "m3rl/plan.py": ("inference.config", "inference.memory"),
+    "m3rl/sync_plan.py": (
+        "inference.config",
+        "inference.memory",
+        "inference.models.name_map",
+        "inference.parallel",
+    ),
 }
 """Where m3rl may enter the runtime, and what it may take there."""
 RAY = ("m3rl/rollout/m3_backend.py", "m3rl/rollout/vllm_backend.py", "m3rl/rollout/placement.py")

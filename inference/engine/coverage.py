@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Bounds = tuple[tuple[int, int], ...]
 """Start and stop along each dimension."""
+Part = tuple[str, Bounds]
+"""A rectangle of a published tensor, by name."""
 
 
 class WeightLoadError(ValueError):
@@ -43,7 +45,8 @@ class Coverage:
     def __init__(self, slots: Iterable[WeightSlot]) -> None:
         self._slots = {slot.name: slot for slot in slots}
         self._written: dict[str, list[Bounds]] = {name: [] for name in self._slots}
-        self.num_writes = 0
+        self.has_begun = False
+        """Whether anything may have been written."""
 
     def check(self, name: str, bounds: Bounds) -> None:
         """Raise WeightLoadError when `bounds` of `name` cannot be written, or not once more."""
@@ -71,7 +74,7 @@ class Coverage:
     def add(self, name: str, bounds: Bounds) -> None:
         """Count a checked rectangle as written."""
         self._written[name].append(bounds)
-        self.num_writes += 1
+        self.has_begun = True
 
     def missing(self) -> list[str]:
         """'name (12 of 64 elements written)' of every slot that is not whole."""
@@ -81,6 +84,47 @@ class Coverage:
             if count != volume(slot.bounds):
                 report.append(f"{name} ({count} of {volume(slot.bounds)} elements written)")
         return report
+
+
+class PlannedParts:
+    """The proof that every part of a plan was written exactly once.
+
+    Whoever has the plan writes without asking, so that something may be written from the start.
+    """
+
+    has_begun = True
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._is_written = bytearray(len(parts))
+
+    def add(self, first: int, last: int) -> None:
+        """Count parts `first` to `last` - 1. WeightLoadError: there are none such, or twice."""
+        if not 0 <= first <= last <= len(self._parts):
+            raise WeightLoadError(
+                f"parts {first} to {last} - 1 are not among the {len(self._parts)} of the plan"
+            )
+        twice = self._is_written.find(1, first, last)
+        if twice >= 0:
+            name, bounds = self._parts[twice]
+            raise WeightLoadError(f"part {twice} of the plan, {name} {bounds}, was written twice")
+        self._is_written[first:last] = b"\1" * (last - first)
+
+    def missing(self) -> list[str]:
+        """'name (12 of 64 elements written)' of every tensor that is not whole."""
+        if self._is_written.find(0) < 0:  # of thousands of parts, while requests wait
+            return []
+        totals: dict[str, int] = {}
+        counts: dict[str, int] = {}
+        for (name, bounds), is_written in zip(self._parts, self._is_written, strict=True):
+            size = volume(bounds)
+            totals[name] = totals.get(name, 0) + size
+            counts[name] = counts.get(name, 0) + is_written * size
+        return [
+            f"{name} ({counts[name]} of {total} elements written)"
+            for name, total in totals.items()
+            if counts[name] != total
+        ]
 
 
 def volume(bounds: Bounds) -> int:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import Tensor
 
 from inference.config import EngineConfig, ModelConfig
-from inference.engine.coverage import Bounds, WeightSlot
+from inference.engine.coverage import Bounds, Part, WeightSlot
 from inference.engine.in_flight import StepInFlight
-from inference.engine.loading import EngineStateError, WeightLoader, WeightState
+from inference.engine.loading import EngineStateError, LoadPlan, WeightLoader, WeightState
 from inference.engine.request import Request, RequestOutput, check_request, make_live
 from inference.engine.scheduler import Schedule, Scheduler
 from inference.engine.settle import Settler
@@ -77,7 +77,7 @@ class Engine:
             max_tokens_per_step=self.engine_config.max_tokens_per_step,
             enable_prefix_cache=self.engine_config.enable_prefix_cache,
         )
-        self._weights = WeightLoader(self._worker)
+        self._weights = WeightLoader(self._worker.weights)
         self._held: list[RequestOutput] = []
         """Outputs made between steps (aborts, a drain); the next step returns them."""
         self._in_flight: StepInFlight | None = None
@@ -269,21 +269,37 @@ class Engine:
 
     def weight_layout(self) -> list[WeightSlot]:
         """What this engine holds of each published tensor, and in which dtype it takes it."""
-        return list(self._worker.weight_layout)
+        return list(self._worker.weights.layout)
 
-    def begin_load(self, version: int) -> None:
-        """Open a load of the whole model; nothing computes until it is committed.
+    @property
+    def has_shadow(self) -> bool:
+        """Whether loads go to a second copy of the weights while the engine serves."""
+        return self._worker.weights.has_shadow
+
+    def plan_load(self, parts: Iterable[Part]) -> LoadPlan:
+        """Agree, once, on the parts in which loads will come: (published name, bounds) each.
+
+        `places[i]` of the plan is the memory of part i, for the caller to fill.
 
         Raises:
-            EngineStateError: another load is open, or requests are under way and not paused.
+            WeightLoadError: a part that does not fit, or parts that miss or repeat an element.
         """
-        if self._live and self._paused is None:
-            raise EngineStateError(
-                f"{len(self._live)} requests are under way; pause() before loading version "
-                f"{version}"
-            )
-        self._held += self._settle()
-        self._weights.begin(version)
+        return self._weights.plan(parts)
+
+    def begin_load(self, version: int, plan: LoadPlan | None = None) -> None:
+        """Open a load of the whole model.
+
+        Without a shadow nothing computes until it is committed. With a `plan` its places are the
+        caller's from here to `commit` or `abort_load`; `write` is for loads without.
+
+        Raises:
+            EngineStateError: another load is open; or, without a shadow, requests are under way and
+                not paused.
+        """
+        if not self.has_shadow:
+            self._require_quiet(f"loading version {version}")
+            self._held += self._settle()
+        self._weights.begin(version, plan)
 
     def write(self, name: str, bounds: Bounds, tensor: Tensor | MXFP8Tensor) -> None:
         """Copy a rectangle of a published tensor into the weights; `WeightSlot.storage` says where
@@ -291,10 +307,21 @@ class Engine:
 
         Raises:
             WeightLoadError: unknown name, bounds outside or written before, other shape or dtype.
-                The load is over: the old version serves on if nothing was written yet, else the
-                engine is POISONED until a whole load commits.
+                The load is over: the old version serves on if nothing was written yet or there is a
+                shadow, else the engine is POISONED until a whole load commits.
         """
         self._weights.write(name, bounds, tensor)
+
+    def written(self, first: int, last: int) -> None:
+        """Note that parts `first` to `last` - 1 of the plan are in place, on the device too.
+
+        `commit` looks at what was quantised here; that all else is finite the caller sees to.
+
+        Raises:
+            WeightLoadError: no such parts, or for a second time. The load is over: with a shadow
+                the old version serves on, else the engine is POISONED.
+        """
+        self._weights.written(first, last)
 
     def commit(self) -> None:
         """The new version serves, once every element is known to be written exactly once.
@@ -302,26 +329,40 @@ class Engine:
         Cached pages of the old version are gone; see `pause` for the running requests.
 
         Raises:
+            EngineStateError: with a shadow, requests are under way and not paused; the load stays
+                open.
             WeightLoadError: tensors that are not whole, or in MXFP8 and not finite, by name; the
-                load is over as for `write`.
+                load is over as for `write` and `written`.
         """
+        if self.has_shadow:
+            self._require_quiet("committing a version")
+            self._held += self._settle()
         self._scheduler.start_version(self._weights.commit())
 
     def abort_load(self) -> None:
         """Give up the open load, if there is one.
 
-        The old version serves on if nothing was written yet, else the engine is POISONED.
+        The old version serves on if nothing was written yet or there is a shadow, else the engine
+        is POISONED; a load with a plan counts as written to from its beginning.
         """
         self._weights.abort()
 
-    def weights_hash(self) -> dict[str, int]:
+    def weights_hash(self, *, shadow: bool = False) -> dict[str, int]:
         """`tensor_hash` of every published tensor as the engine holds it, also while loading.
 
         Of one held in MXFP8: `mxfp8.hash_tensor`, over values and scales.
+
+        Args:
+            shadow: of what the open load has put into the second copy.
+
+        Raises:
+            EngineStateError: there is nothing of the kind.
         """
-        if self._weights.state is WeightState.EMPTY:
+        if shadow and not (self.has_shadow and self._weights.is_open):
+            raise EngineStateError("no load into a shadow is open: there is nothing to hash")
+        if not shadow and self._weights.state is WeightState.EMPTY:
             raise EngineStateError("the weights are EMPTY: there is nothing to hash")
-        return self._worker.hash_weights()
+        return self._worker.weights.hashes(shadow=shadow)
 
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor | MXFP8Tensor]], version: int
@@ -330,8 +371,10 @@ class Engine:
         where theirs is wider, and widened where they are MXFP8 and the engine's are not.
 
         Raises:
+            EngineStateError: another load is open, or requests are under way and not paused.
             WeightLoadError, or whatever `tensors` raises: as for `write` and `commit`.
         """
+        self._require_quiet(f"loading version {version}")
         self.begin_load(version)
         try:
             for name, tensor in tensors:
@@ -341,6 +384,12 @@ class Engine:
             self.abort_load()
             raise
         self.commit()
+
+    def _require_quiet(self, action: str) -> None:
+        if self._live and self._paused is None:
+            raise EngineStateError(
+                f"{len(self._live)} requests are under way; pause() before {action}"
+            )
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,22 +13,18 @@ from torch import Tensor
 
 from inference.config import SPARSE, ConfigError, EngineConfig, ModelConfig
 from inference.engine.batch import StepBatch, build_batch, padding_batch
-from inference.engine.coverage import Bounds, WeightLoadError, WeightSlot
 from inference.engine.graphs import DecodeGraphs
 from inference.engine.rows import PENDING, RunningRows
 from inference.engine.sampler import PendingSample, pack, sample
 from inference.engine.scheduler import Schedule, empty_schedule
 from inference.engine.sharing import DecodePlanner, Workers
 from inference.engine.staging import Staging
+from inference.engine.weights import WeightMemory
 from inference.kernels.hardware import num_multiprocessors
-from inference.kernels.mxfp8 import BLOCK_SIZE, MAX_SCALE, MXFP8Tensor, hash_tensor, quantize_into
 from inference.kernels.paging import LayerPages
-from inference.kernels.tensor_hash import tensor_hash
 from inference.models.minimax_m3 import Capture, MiniMaxM3
-from inference.models.weights import TensorSpec, published_tensors
 from inference.parallel.config import ParallelConfig, local_config
 from inference.parallel.groups import ParallelGroups
-from inference.parallel.shards import Shard, runtime_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +110,9 @@ class Worker:
                     config,
                     self.wait_for,
                 )
-        shards = runtime_shards(model_config, parallel, 0 if groups is None else groups.rank)
-        specs = published_tensors(model_config)
-        self._views = _weight_views(self.model, specs, shards, config.quantization)
-        self.weight_layout = [
-            _weight_slot(spec, shards[spec.name], config) for spec in specs if spec.name in shards
-        ]
-        self.elsewhere = {spec.name for spec in specs} - shards.keys()
-        """Published tensors of which other ranks hold everything."""
+        self.weights = WeightMemory(
+            self.model, model_config, config, parallel, 0 if groups is None else groups.rank
+        )
 
     def has_anybody(self, has_here: bool) -> bool:
         """Whether any dp group has what `has_here` says of this one; waits for the others."""
@@ -216,111 +206,6 @@ class Worker:
             None if routing is None else routing[slots].cpu().numpy(),
             None if blocks is None else blocks[slots].to(torch.int32).cpu().numpy(),
         )
-
-    @torch.no_grad()
-    def write_weight(self, slot: WeightSlot, bounds: Bounds, tensor: Tensor | MXFP8Tensor) -> None:
-        """Copy a rectangle of a published tensor to where the runtime keeps it, or quantise it
-        there.
-
-        Raises:
-            WeightLoadError: values given in MXFP8 hold NaN. What is quantised here is looked at by
-                `unusable_weights`, so that the host need not wait for each write.
-        """
-        view = self._views[slot.name]
-        # `view` begins where the slot does.
-        inside = tuple(
-            (start - low, stop - low)
-            for (start, stop), (low, _) in zip(bounds, slot.bounds, strict=True)
-        )
-        if not isinstance(view, MXFP8Tensor):
-            assert isinstance(tensor, Tensor), "checked by check_rectangle"
-            view[slices(inside)].copy_(tensor)
-            return
-        part = quantized_rectangle(view, inside)
-        if not isinstance(tensor, MXFP8Tensor):
-            quantize_into(tensor.to(self.device), part)
-            return
-        part.values.copy_(tensor.values)
-        part.scale.copy_(tensor.scale)
-        if bool(((part.values.view(torch.uint8) & 0x7F) == 0x7F).any()):
-            raise WeightLoadError(f"{slot.name}: the MXFP8 values at {bounds} hold NaN")
-
-    def unusable_weights(self) -> list[str]:
-        """Names of weights in MXFP8 with a block that was not finite, or is too large to serve."""
-        state = self.model.state_dict()
-        scales = [tensor.amax() for name, tensor in state.items() if name.endswith("_scale")]
-        if not scales or int(torch.stack(scales).amax()) <= MAX_SCALE:
-            return []
-        return [
-            name
-            for name, view in self._views.items()
-            if isinstance(view, MXFP8Tensor) and int(view.scale.amax()) > MAX_SCALE
-        ]
-
-    def hash_weights(self) -> dict[str, int]:
-        """Hash of every published tensor, or the rectangle held here, as it lies in the parameters.
-
-        That of a tensor in MXFP8 is over its stored bytes, see `mxfp8.hash_tensor`.
-        """
-        hashes = {}
-        for slot in self.weight_layout:
-            view, offsets = self._views[slot.name], tuple(start for start, _ in slot.bounds)
-            if isinstance(view, MXFP8Tensor):
-                found = hash_tensor(view, name=slot.name, offsets=offsets, shape=slot.shape)
-            else:
-                found = tensor_hash(view, name=slot.name, offsets=offsets, shape=slot.shape)
-            hashes[slot.name] = found
-        return hashes
-
-
-def slices(bounds: Bounds) -> tuple[slice, ...]:
-    """`bounds` as an index."""
-    return tuple(slice(start, stop) for start, stop in bounds)
-
-
-def quantized_rectangle(weight: MXFP8Tensor, bounds: Bounds) -> MXFP8Tensor:
-    """A rectangle that cuts no block, in the same memory."""
-    *outer, (start, stop) = bounds
-    scale_bounds = (*outer, (start // BLOCK_SIZE, stop // BLOCK_SIZE))
-    return MXFP8Tensor(weight.values[slices(bounds)], weight.scale[slices(scale_bounds)])
-
-
-def _weight_slot(spec: TensorSpec, shard: Shard, config: EngineConfig) -> WeightSlot:
-    is_quantized = spec.is_quantized(config.quantization)
-    dtype = "bfloat16" if is_quantized else config.dtype
-    return WeightSlot(
-        name=spec.name,
-        dtype="float32" if spec.is_fp32 else dtype,
-        shape=spec.shape,
-        bounds=shard.bounds,
-        bucket=spec.bucket,
-        storage="mxfp8" if is_quantized else "plain",
-    )
-
-
-def _weight_views(
-    model: MiniMaxM3, specs: Sequence[TensorSpec], shards: Mapping[str, Shard], quantization: str
-) -> dict[str, Tensor | MXFP8Tensor]:
-    """Published name -> view into the parameters; together they are all of the parameters."""
-    state = model.state_dict()
-    views: dict[str, Tensor | MXFP8Tensor] = {}
-    num_unplaced = {param: tensor.numel() for param, tensor in state.items()}
-    for spec in specs:
-        if spec.name not in shards:
-            continue
-        place, bounds = shards[spec.name].placement, shards[spec.name].bounds
-        shape = tuple(stop - start for start, stop in bounds)
-        assert place.view(state).shape == shape, f"{spec.name} does not lie in {shape}"
-        if spec.is_quantized(quantization):
-            view = place.quantized_view(state)
-            views[spec.name] = view
-            num_unplaced[f"{place.param}_scale"] -= view.scale.numel()
-        else:
-            views[spec.name] = place.view(state)
-        num_unplaced[place.param] -= math.prod(shape)
-    for param, count in num_unplaced.items():
-        assert count == 0, f"published tensors leave {count} places of {param} or fill them twice"
-    return views
 
 
 def _make_planner(model: ModelConfig, config: EngineConfig, device: torch.device) -> DecodePlanner:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inference.config import ModelConfig
-from inference.models.weights import Placement, TensorSpec, published_tensors, runtime_placement
+from inference.models.name_map import (
+    Placement,
+    TensorSpec,
+    published_tensors,
+    runtime_placement,
+)
 from inference.parallel.config import ParallelConfig, local_config
 
 Bounds = tuple[tuple[int, int], ...]

@@ -1,9 +1,12 @@
 """One replica of the bundled runtime: an engine and the thread that steps it. Knows nothing of Ray.
 
     callers ──▶ command queue ──▶ engine thread: commands, step, deliver
+    a receiver's caller ──▶ memory that nothing computes with; begin, commit and abort are commands
 
-The engine thread owns the engine: whatever touches it (submissions, aborts, pauses, weight sync) is
-a command that runs between two steps, so there is no lock and nothing can see half an update.
+The engine thread owns the engine: whatever touches it (submissions, aborts, pauses, the version
+that serves) is a command that runs between two steps, so nothing can see half an update. The bytes
+of a weight sync come on another thread: into a shadow, while the engine steps, or into the weights
+themselves, between a begin and a commit, when it does not.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from m3rl.rollout.backend import Generated, PauseMode
 from m3rl.types import GenerationRequest, Receiver, TensorSlot
 
 if TYPE_CHECKING:
+    from inference.engine.engine import Engine
     from inference.engine.request import RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -36,6 +40,33 @@ class ReplicaSettings:
     engine: dict[str, Any]
     """Keyword arguments of `inference.config.EngineConfig`."""
     num_threads: int = 1
+
+
+class EngineTarget:
+    """A `WeightTarget` for a receiver on any thread.
+
+    What changes which version serves runs on the engine thread, between two steps. The rest runs at
+    once: it works on memory that belongs to the open load, which nothing computes with.
+    """
+
+    def __init__(self, engine: Engine, run: Callable[[Callable[[], Any]], Any]) -> None:
+        """`run`: run a command on the engine thread."""
+        self._run = run
+        self._begin, self._commit, self._abort = engine.begin_load, engine.commit, engine.abort_load
+        self.has_shadow = engine.has_shadow
+        self.weight_layout = engine.weight_layout
+        self.plan_load = engine.plan_load
+        self.write, self.written = engine.write, engine.written
+        self.weights_hash = engine.weights_hash
+
+    def begin_load(self, version: int, plan: Any = None) -> None:
+        self._run(lambda: self._begin(version, plan))
+
+    def commit(self) -> None:
+        self._run(self._commit)
+
+    def abort_load(self) -> None:
+        self._run(self._abort)
 
 
 class M3Replica:
@@ -56,6 +87,7 @@ class M3Replica:
         )
         self._waiting: dict[str, Future[RequestOutput]] = {}
         self._receiver: Receiver | None = None
+        self._receiving = threading.Lock()
         self._progress = 0
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
@@ -97,14 +129,16 @@ class M3Replica:
         self._run(lambda: self.engine.load_weights(tensors, version))
 
     def attach(self, receiver: Receiver) -> None:
-        receiver.bind(self.engine)
-        self._receiver = receiver
+        with self._receiving:
+            receiver.bind(EngineTarget(self.engine, self._run))
+            self._receiver = receiver
 
     def receiver_call(self, method: str, *args: Any) -> Any:
-        if self._receiver is None:
-            raise RuntimeError(f"receiver.{method}: no receiver is attached to this replica")
-        bound = getattr(self._receiver, method)
-        return self._run(lambda: bound(*args))
+        """Call a method of the receiver, one call at a time, beside the engine's steps."""
+        with self._receiving:
+            if self._receiver is None:
+                raise RuntimeError(f"receiver.{method}: no receiver is attached to this replica")
+            return getattr(self._receiver, method)(*args)
 
     def stats(self) -> dict[str, float]:
         return self._run(self.engine.stats)

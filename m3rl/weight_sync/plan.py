@@ -1,24 +1,27 @@
-"""The static plan of a sync: who sends which rectangle of which tensor to whom.
+"""The static plan of a sync: who sends which rectangle of which tensor to whom, and in which round.
 
 Pure functions of the layouts, no device, the same result in every process. Ranks are counted
-separately on the two
-sides: `sender` among the trainer ranks, `receiver` among the workers of one replica.
+separately on the two sides: `sender` among the trainer ranks, `receiver` among the workers of one
+replica.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
-from inference.kernels.mxfp8 import BLOCK_SIZE
+from inference.config import MXFP8_BLOCK_SIZE as BLOCK_SIZE
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.errors import PlanError
 from m3rl.weight_sync.layout import (
-    WIRE_DTYPES,
+    WIRE_BYTES,
     Bounds,
     Layout,
     bucket_order,
@@ -35,6 +38,9 @@ from m3rl.weight_sync.layout import (
     whole,
 )
 
+MAX_GRAIN = 16 * BLOCK_SIZE
+"""Sixteen scales of MXFP8, and more than a hash takes of anything else."""
+
 
 @dataclass(frozen=True, slots=True)
 class CopyOp:
@@ -48,10 +54,15 @@ class CopyOp:
     receiver: int
     storage: str = "plain"
     """How the receiver holds it, see TensorSlot."""
+    grain: int = 1
+    """Largest power of two, at most MAX_GRAIN, that divides every place at which the tensor's last
+    dimension is cut in this plan: the same for all of its ops. Hashes go by it (`verify.py`)."""
+    round: int = 0
+    """When it travels, see `in_rounds`."""
 
     @property
     def nbytes(self) -> int:
-        return volume(self.bounds) * WIRE_DTYPES[self.dtype].itemsize
+        return volume(self.bounds) * WIRE_BYTES[self.dtype]
 
     def __str__(self) -> str:
         where = ",".join(f"{start}:{stop}" for start, stop in self.bounds)
@@ -88,34 +99,35 @@ class _Piece:
     dtype: str
     bounds: Bounds
     storage: str
+    grain: int
     receiver: int
     holders: tuple[int, ...]
     """Trainer ranks that could send it, ascending."""
 
     @property
     def nbytes(self) -> int:
-        return volume(self.bounds) * WIRE_DTYPES[self.dtype].itemsize
+        return volume(self.bounds) * WIRE_BYTES[self.dtype]
+
+
+_IN_DIGEST = attrgetter("bucket", "name", "dtype", "bounds", "sender", "receiver", "grain", "round")
 
 
 def ops_digest(ops: Sequence[CopyOp]) -> str:
     """SHA-256 of a canonical text of the ops in their order: equal in every process."""
-    rows = [
-        [
-            op.bucket,
-            op.name,
-            op.dtype,
-            op.bounds,
-            op.sender,
-            op.receiver,
-            *quantized_storage(op.storage),
-        ]
-        for op in ops
-    ]
+    rows = [[*_IN_DIGEST(op), *quantized_storage(op.storage)] for op in ops]
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
 
-def make_plan(senders: Sequence[Layout], receivers: Sequence[Layout], max_op_bytes: int) -> Plan:
-    """Plan the copies from all trainer ranks to all workers of a replica.
+def make_plan(senders: Sequence[Layout], receivers: Sequence[Layout], chunk_bytes: int) -> Plan:
+    """Plan the copies from all trainer ranks to all workers of a replica, see `copies`."""
+    ops = in_rounds(copies(senders, receivers, chunk_bytes), chunk_bytes)
+    return Plan(ops, ops_digest(ops))
+
+
+def copies(
+    senders: Sequence[Layout], receivers: Sequence[Layout], chunk_bytes: int
+) -> list[CopyOp]:
+    """Who sends what to whom, bucket by bucket, not in rounds yet.
 
     Wanted rectangles are cut along the edges of everything held on either side, so a piece is held
     or wanted whole or not at all, and workers that hold the same part receive identical pieces. A
@@ -124,26 +136,55 @@ def make_plan(senders: Sequence[Layout], receivers: Sequence[Layout], max_op_byt
     Args:
         senders: layout of each trainer rank.
         receivers: layout of each worker of the replica.
-        max_op_bytes: larger pieces are split.
+        chunk_bytes: most that a worker receives in a round; larger pieces are split.
 
     Raises:
         LayoutError: a layout is impossible, or two sides disagree about a tensor.
         PlanError: a part that nobody holds, or a tensor that the replica does not want whole.
     """
-    if max_op_bytes < 64:
-        raise PlanError(f"max_op_bytes={max_op_bytes} is too small to hold a row; use at least 64")
+    if chunk_bytes < 64:
+        raise PlanError(f"chunk_bytes={chunk_bytes} is too small to hold a row; use at least 64")
     _check_both_sides(senders, receivers)
     held = [by_name(layout) for layout in senders]
     wanted = [by_name(layout) for layout in receivers]
     pieces: dict[str, list[_Piece]] = defaultdict(list)
     for name in sorted({name for layout in wanted for name in layout}):
-        for piece in _pieces(name, held, wanted, max_op_bytes):
+        for piece in _pieces(name, held, wanted, chunk_bytes):
             pieces[piece.bucket].append(piece)
     load = [0] * len(senders)
     ops: list[CopyOp] = []
     for bucket in sorted(pieces, key=bucket_order):
         ops.extend(_assign(pieces[bucket], load))
-    return Plan(tuple(ops), ops_digest(ops))
+    return ops
+
+
+def in_rounds(ops: Iterable[CopyOp], chunk_bytes: int) -> tuple[CopyOp, ...]:
+    """The ops in the order in which they travel, with their rounds numbered from 0.
+
+    A round is of one bucket and brings each worker `chunk_bytes` at most, or one op. A worker takes
+    from all trainer ranks by turns, each worker beginning with another one: within a round nobody
+    sends to all while others wait.
+    """
+    # No deadlock: a member begins a round when it is through with its earlier ones, and all of its
+    # transfers at once. Of the rounds not complete take the first: all its members begin it.
+    buckets: dict[str, list[CopyOp]] = defaultdict(list)
+    for op in ops:
+        buckets[op.bucket].append(op)
+    numbered: list[CopyOp] = []
+    first_round = 0
+    for bucket in sorted(buckets, key=bucket_order):
+        by_receiver: dict[int, list[CopyOp]] = defaultdict(list)
+        for op in _by_turns(buckets[bucket]):
+            by_receiver[op.receiver].append(op)
+        rounds = [
+            (first_round + i, receiver, op)
+            for receiver, each in sorted(by_receiver.items())
+            for i, op in _chunks(each, chunk_bytes)
+        ]
+        rounds.sort(key=lambda entry: entry[:2])
+        numbered += [dataclasses.replace(op, round=i) for i, _, op in rounds]
+        first_round = rounds[-1][0] + 1
+    return tuple(numbered)
 
 
 def check_plan(plan: Plan, senders: Sequence[Layout], receivers: Sequence[Layout]) -> None:
@@ -159,14 +200,16 @@ def check_plan(plan: Plan, senders: Sequence[Layout], receivers: Sequence[Layout
         check_sends(layout, plan.sends(rank), f"trainer rank {rank}")
     for rank, layout in enumerate(receivers):
         check_receives(layout, plan.receives(rank), f"worker {rank}")
-    strangers = [
-        op for op in plan.ops if op.sender >= len(senders) or op.receiver >= len(receivers)
-    ]
-    if strangers:
-        raise PlanError(f"{strangers[0]} names a rank that does not exist")
-    buckets = [bucket_order(op.bucket) for op in plan.ops]
-    if buckets != sorted(buckets):
-        raise PlanError("ops are not ordered by bucket: pre, layer.0, layer.1, ..., post")
+    for op in plan.ops:
+        if op.sender >= len(senders) or op.receiver >= len(receivers):
+            raise PlanError(f"{op} names a rank that does not exist")
+    for here, there in pairwise(plan.ops):
+        shares_round = here.round == there.round
+        if here.round > there.round or (shares_round and here.bucket != there.bucket):
+            raise PlanError(f"{there} is not ordered by round, or not of the bucket of its round")
+        if bucket_order(here.bucket) > bucket_order(there.bucket):
+            raise PlanError("ops are not ordered by bucket: pre, layer.0, layer.1, ..., post")
+    _check_grains(plan.ops)
 
 
 def check_sends(layout: Layout, ops: Sequence[CopyOp], owner: str) -> None:
@@ -206,20 +249,6 @@ def check_receives(layout: Layout, ops: Sequence[CopyOp], owner: str) -> None:
             )
 
 
-def windows(ops: Sequence[CopyOp], chunk_bytes: int) -> Iterator[list[CopyOp]]:
-    """Consecutive ops of one bucket that travel together, at most `chunk_bytes` (or one op)."""
-    window: list[CopyOp] = []
-    size = 0
-    for op in ops:
-        if window and (op.bucket != window[0].bucket or size + op.nbytes > chunk_bytes):
-            yield window
-            window, size = [], 0
-        window.append(op)
-        size += op.nbytes
-    if window:
-        yield window
-
-
 def _check_both_sides(senders: Sequence[Layout], receivers: Sequence[Layout]) -> None:
     owned: dict[str, list[tuple[TensorSlot, str]]] = defaultdict(list)
     for side, layouts in (("trainer rank", senders), ("worker", receivers)):
@@ -246,54 +275,80 @@ def _pieces(
     name: str,
     held: Sequence[dict[str, list[TensorSlot]]],
     wanted: Sequence[dict[str, list[TensorSlot]]],
-    max_op_bytes: int,
+    chunk_bytes: int,
 ) -> list[_Piece]:
     sources = [(slot.bounds, r) for r, slots in enumerate(held) for slot in slots.get(name, ())]
     targets = [(slot, r) for r, slots in enumerate(wanted) for slot in slots.get(name, ())]
     edges = [bounds for bounds, _ in sources] + [slot.bounds for slot, _ in targets]
     cuts = [sorted({edge for side in sides for edge in side}) for sides in zip(*edges, strict=True)]
-    pieces: list[_Piece] = []
+    holders_of: dict[Bounds, list[int]] = defaultdict(list)
+    for bounds, rank in sources:
+        # Every edge is a cut, so what is held and what is wanted fall into the same cells.
+        for cell in grid_cells(bounds, cuts):
+            holders_of[cell].append(rank)
+    found: list[tuple[TensorSlot, Bounds, int, tuple[int, ...]]] = []
     for slot, receiver in targets:
-        itemsize = WIRE_DTYPES[slot.dtype].itemsize
-        grain = BLOCK_SIZE if slot.storage == "mxfp8" else 1
+        itemsize = WIRE_BYTES[slot.dtype]
+        block = BLOCK_SIZE if slot.storage == "mxfp8" else 1
         for cell in grid_cells(slot.bounds, cuts):
-            if grain > 1 and any(edge % grain for edge in cell[-1]):
+            if block > 1 and any(edge % block for edge in cell[-1]):
                 raise PlanError(
-                    f"{name}: {cell} is cut through a block of {grain} columns, which worker "
+                    f"{name}: {cell} is cut through a block of {block} columns, which worker "
                     f"{receiver} quantises together; shard its rows on the trainer"
                 )
-            holders = tuple(sorted({r for bounds, r in sources if contains(bounds, cell)}))
+            holders = tuple(holders_of.get(cell, ()))
             if not holders:
                 raise PlanError(
                     f"{name}: no trainer rank holds {cell}, which worker {receiver} needs"
                 )
-            pieces.extend(
-                _Piece(slot.bucket, name, slot.dtype, part, slot.storage, receiver, holders)
-                for part in _split(cell, max_op_bytes // itemsize, grain)
-            )
-    if not covers(whole(targets[0][0].shape), list({piece.bounds for piece in pieces})):
+            found += [
+                (slot, part, receiver, holders)
+                for part in _split(cell, chunk_bytes // itemsize, block)
+            ]
+    if not covers(whole(targets[0][0].shape), list({part for _, part, _, _ in found})):
         raise PlanError(
             f"{name}: the workers together hold only a part of shape {targets[0][0].shape}; "
             "the replica is not a complete copy of the model"
         )
-    return pieces
+    grain = _grain(part for _, part, _, _ in found)
+    return [
+        _Piece(slot.bucket, name, slot.dtype, part, slot.storage, grain, receiver, holders)
+        for slot, part, receiver, holders in found
+    ]
 
 
-def _split(bounds: Bounds, max_elements: int, grain: int) -> Iterator[Bounds]:
+def _grain(parts: Iterable[Bounds]) -> int:
+    """`CopyOp.grain` of a tensor that is cut into these."""
+    edges = {edge for part in parts for edge in (part[-1] if part else (1,))}
+    return math.gcd(MAX_GRAIN, *edges)
+
+
+def _check_grains(ops: Sequence[CopyOp]) -> None:
+    parts: dict[str, list[CopyOp]] = defaultdict(list)
+    for op in ops:
+        parts[op.name].append(op)
+    for each in parts.values():
+        grain = _grain(op.bounds for op in each)
+        wrong = next((op for op in each if op.grain != grain), None)
+        if wrong is not None:
+            raise PlanError(f"{wrong} has grain {wrong.grain}, its tensor is cut by {grain}")
+
+
+def _split(bounds: Bounds, max_elements: int, block: int) -> Iterator[Bounds]:
     """Cut a rectangle into even pieces of at most `max_elements`, along its first dimensions; the
-    last one at multiples of `grain` only."""
+    last one at multiples of `block` only."""
     if volume(bounds) <= max_elements:
         yield bounds
         return
     dim = next(d for d, size in enumerate(extents(bounds)) if size > 1)
-    unit = grain if dim == len(bounds) - 1 else 1
+    unit = block if dim == len(bounds) - 1 else 1
     start, stop = bounds[dim]
     num_units = (stop - start) // unit
     units_per_piece = max(1, max_elements * num_units // volume(bounds))
     num_pieces = -(-num_units // units_per_piece)
     edges = [start + unit * (num_units * i // num_pieces) for i in range(num_pieces + 1)]
     for first, last in pairwise(edges):
-        yield from _split((*bounds[:dim], (first, last), *bounds[dim + 1 :]), max_elements, grain)
+        yield from _split((*bounds[:dim], (first, last), *bounds[dim + 1 :]), max_elements, block)
 
 
 def _assign(pieces: Sequence[_Piece], load: list[int]) -> list[CopyOp]:
@@ -302,18 +357,33 @@ def _assign(pieces: Sequence[_Piece], load: list[int]) -> list[CopyOp]:
     for piece in sorted(pieces, key=lambda p: (-p.nbytes, p.name, p.bounds, p.receiver)):
         sender = min(piece.holders, key=lambda rank: (load[rank], rank))
         load[sender] += piece.nbytes
+        p = piece
         ops.append(
-            CopyOp(
-                piece.bucket,
-                piece.name,
-                piece.dtype,
-                piece.bounds,
-                sender,
-                piece.receiver,
-                piece.storage,
-            )
+            CopyOp(p.bucket, p.name, p.dtype, p.bounds, sender, p.receiver, p.storage, p.grain)
         )
     return sorted(ops, key=lambda op: (op.name, op.bounds, op.receiver))
+
+
+def _by_turns(ops: Sequence[CopyOp]) -> list[CopyOp]:
+    """Ops of a bucket, for each receiver by the bytes that their sender sends to it before them."""
+    num_senders = 1 + max(op.sender for op in ops)
+    sent: dict[tuple[int, int], int] = defaultdict(int)
+    turns = []
+    for op in ops:
+        turns.append((sent[op.sender, op.receiver], (op.sender - op.receiver) % num_senders))
+        sent[op.sender, op.receiver] += op.nbytes
+    order = sorted(range(len(ops)), key=turns.__getitem__)
+    return [ops[i] for i in order]
+
+
+def _chunks(ops: Sequence[CopyOp], chunk_bytes: int) -> Iterator[tuple[int, CopyOp]]:
+    """Each op with the number of its chunk; a chunk has `chunk_bytes` at most, or one op."""
+    number = size = 0
+    for op in ops:
+        if size and size + op.nbytes > chunk_bytes:
+            number, size = number + 1, 0
+        size += op.nbytes
+        yield number, op
 
 
 def _fits(op: CopyOp, slot: TensorSlot) -> bool:

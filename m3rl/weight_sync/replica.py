@@ -7,7 +7,11 @@
                      │           └─ any fault ─▶ POISONED: group closed, engine left paused
                      └─ refused: the state stays, no byte has moved
 
-Only READY(version) serves. Out of POISONED leads `connect`, which begins anew with EMPTY.
+With a shadow, stream and verify come before the pause; the state stays until then, and a fault
+leaves the replica what it was, with its group closed.
+
+Only READY(version) serves. Out of POISONED, and to a closed group, leads `connect`, which begins
+anew with EMPTY.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from m3rl.weight_sync.plan import CopyOp, Plan, ops_digest
 from m3rl.weight_sync.prepare import Prepare
 from m3rl.weight_sync.receive import EngineReceiver
 from m3rl.weight_sync.transport import GroupSpec, in_background, worker_name
-from m3rl.weight_sync.verify import Expected, expected_hashes
+from m3rl.weight_sync.verify import HashSums
 
 Phase = Literal["prepare", "pause", "stream", "verify", "commit", "resume"]
 PHASES: tuple[Phase, ...] = ("prepare", "pause", "stream", "verify", "commit", "resume")
@@ -98,7 +102,11 @@ class Replica:
         self.version: int | None = None
         self.record = SyncRecord()
         self.plan: Plan | None = None
+        self.grains = 0
+        """Stands for how the plan cuts columns: wire hashes of equal ones compare."""
+        self._sums: HashSums | None = None
         self._driver = driver
+        self._has_shadow = False
         self._shares: dict[str, _Share] = {}
         """What each member, by name, has to do in a sync."""
         self._ops_known = False
@@ -121,6 +129,7 @@ class Replica:
             for i, (name, worker) in enumerate(self._workers().items())
         }
         self._gather("attach", attached)
+        self._has_shadow = all(self._gather("attach", self._on_workers("has_shadow")))
         return self._gather("layout", self._on_workers("layout"))
 
     def join(
@@ -138,13 +147,16 @@ class Replica:
             for name, layout, ops in (*sends, *receives)
         }
         self.plan = plan
+        self._sums = HashSums(plan, len(workers))
+        self.grains = hash(frozenset((op.name, op.grain) for op in plan.ops))
 
     def run(self, version: int, serial: int) -> None:
         """Bring the replica to READY(version).
 
         Raises:
             RefusedError: refused before a byte moved; the state is unchanged.
-            SyncError: failed and POISONED; or whatever else a call on a member raised.
+            SyncError: failed: POISONED, or with a shadow what it was; or whatever else a call on a
+                member raised. `disconnect` comes next.
         """
         self.record = SyncRecord()
         if self.plan is None:
@@ -157,7 +169,8 @@ class Replica:
             is_done = True
             raise
         finally:
-            if not is_done:
+            serves_old = self._has_shadow and self.state is not ReplicaState.SYNCING
+            if not is_done and not serves_old:
                 self.state, self.version = ReplicaState.POISONED, None
 
     def disconnect(self) -> list[str]:
@@ -182,11 +195,14 @@ class Replica:
     def _bring(self, plan: Plan, version: int, serial: int) -> None:
         with self._phase("prepare", version):
             self._prepare(version, serial)
+        if self._has_shadow:
+            self._stream_until_equal(plan, version)
         self.state = ReplicaState.SYNCING
         paused_at = time.monotonic()
         with self._phase("pause", version):
             self._bounded("pause", self._driver.pause)
-        self._stream_until_equal(plan, version)
+        if not self._has_shadow:
+            self._stream_until_equal(plan, version)
         with self._phase("commit", version):
             self._gather("commit", self._on_workers("commit"))
         with self._phase("resume", version):
@@ -202,7 +218,7 @@ class Replica:
             if not self._driver.verify:
                 return
             with self._phase("verify", version):
-                differing = self._verify(plan, hashes)
+                differing = self._verify(hashes)
             if not differing:
                 return
             self.record.mismatches += differing
@@ -247,9 +263,10 @@ class Replica:
             )
         return hashes
 
-    def _verify(self, plan: Plan, hashes: Mapping[str, Future[Any]]) -> list[str]:
+    def _verify(self, hashes: Mapping[str, Future[Any]]) -> list[str]:
         by_sender = self._gather("verify", hashes)
-        expected: Expected = expected_hashes(plan, len(self.workers), by_sender)
+        assert self._sums is not None, "join() comes first"
+        expected = self._sums.expected(by_sender)
         self.record.wire_hash = expected.wire
         verifying = {
             name: worker.call("verify", expected.by_worker[i])

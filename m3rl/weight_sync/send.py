@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from inference.kernels.mxfp8 import hash_tensor, quantize
-from inference.kernels.tensor_hash import tensor_hash
 from m3rl.types import TensorSlot
-from m3rl.weight_sync.errors import NonFiniteError, RefusedError, SyncError
-from m3rl.weight_sync.layout import WIRE_DTYPES, Bounds, check_layout, extents, starts
-from m3rl.weight_sync.plan import CopyOp, check_sends, windows
+from m3rl.weight_sync.errors import RefusedError, SyncError
+from m3rl.weight_sync.layout import Bounds, check_layout, volume
+from m3rl.weight_sync.plan import CopyOp, check_sends
 from m3rl.weight_sync.prepare import Prepare, agreed_ops
-from m3rl.weight_sync.transport import (
-    Deadline,
-    GroupSpec,
-    Posted,
-    Transfer,
-    Transport,
-    in_background,
-    wire_bytes,
-)
+from m3rl.weight_sync.send_hashes import PartKey, SendHashes, part_key
+from m3rl.weight_sync.send_rounds import SendRounds, Weights
+from m3rl.weight_sync.transport import Deadline, GroupSpec, Transport, in_background
 from m3rl.weight_sync.verify import OpHash
 
 
@@ -37,6 +29,7 @@ class _Link:
     transport: Transport
     ops: tuple[CopyOp, ...] | None = None
     prepare: Prepare | None = None
+    rounds: SendRounds | None = None
     stream: Future[int] | None = None
     """Ends with the bytes sent."""
 
@@ -46,8 +39,7 @@ class _Hashes:
     """What was hashed for one sync, shared by its replicas."""
 
     serial: int
-    by_part: dict[tuple[str, Bounds, str], OpHash] = field(default_factory=dict)
-    """By name, bounds and storage."""
+    by_part: dict[PartKey, OpHash] = field(default_factory=dict)
 
 
 class Sender:
@@ -58,7 +50,12 @@ class Sender:
     """
 
     def __init__(
-        self, rank: int, layout: Sequence[TensorSlot], read: Callable[[str, Bounds], Tensor]
+        self,
+        rank: int,
+        layout: Sequence[TensorSlot],
+        read: Callable[[str, Bounds], Tensor],
+        *,
+        stays: bool = False,
     ) -> None:
         """
         Args:
@@ -66,13 +63,17 @@ class Sender:
             layout: what it holds, buffers included, in wire dtypes.
             read: (name, bounds) -> that rectangle in its wire dtype; called from several threads at
                 a time.
+            stays: every read of a rectangle gives the same memory, which holds the present weights:
+                it is read once, and sent without a copy where it is contiguous.
         """
         check_layout(layout, f"trainer rank {rank}")
         self.rank = rank
         self._layout = tuple(layout)
         self._read = read
-        self._shapes = {slot.name: slot.shape for slot in layout}
+        self._stays = stays
         self._links: dict[int, _Link] = {}
+        self._hashers: dict[str, SendHashes] = {}
+        """By digest of the ops: replicas of one plan share them."""
         self._hashes = _Hashes(serial=-1)
         self._hash_lock = threading.Lock()
 
@@ -87,7 +88,7 @@ class Sender:
             TransportError: a member did not come in time.
         """
         self.sync_close(spec.replica)
-        self._links[spec.replica] = _Link(Transport.join(spec, self.rank))
+        self._links[spec.replica] = _Link(Transport.join(spec, self.rank, self._device()))
 
     def sync_prepare(self, replica: int, prepare: Prepare) -> None:
         """Check the ops of a sync.
@@ -100,9 +101,13 @@ class Sender:
             prepare, self._layout, link.ops, f"trainer rank {self.rank}", check_sends
         )
         link.prepare = prepare
+        if prepare.ops is not None:
+            link.rounds = None
         with self._hash_lock:
             if self._hashes.serial != prepare.serial:
                 self._hashes = _Hashes(prepare.serial)
+                used = {one.prepare.ops_digest for one in self._links.values() if one.prepare}
+                self._hashers = {d: h for d, h in self._hashers.items() if d in used}
 
     def sync_stream(self, replica: int) -> None:
         """Begin to send in the background; `sync_finish` tells how it ended."""
@@ -111,20 +116,30 @@ class Sender:
             raise SyncError(f"trainer rank {self.rank}: sync_stream({replica}) before sync_prepare")
         link.stream = in_background(lambda: self._stream(link), f"sync-replica-{replica}")
 
-    def sync_hashes(self, replica: int) -> list[OpHash]:
-        """Hashes of every rectangle this rank sends to the replica, in the order of its ops.
+    def sync_hashes(self, replica: int) -> np.ndarray:
+        """`OpHash` of every rectangle this rank sends to the replica, in the order of its ops.
 
         Read anew from the weights, not from the buffers that were sent; what the replica holds
-        quantised is quantised here too.
+        quantised is quantised here too. Replicas of one sync share them.
+
+        Returns:
+            [ops, 2] uint64.
 
         Raises:
-            NonFiniteError: NaN or infinity in what would be quantised.
+            NonFiniteError: NaN or infinity among the weights.
         """
         link = self._link(replica)
-        if link.ops is None:
+        if link.ops is None or link.prepare is None:
             raise SyncError(f"trainer rank {self.rank}: sync_hashes({replica}) before sync_prepare")
         with self._hash_lock:
-            return [self._hash(op) for op in link.ops]
+            known = self._hashes.by_part
+            if not all(part_key(op) in known for op in link.ops):
+                digest = link.prepare.ops_digest
+                if digest not in self._hashers:
+                    self._hashers[digest] = SendHashes(link.ops, self._weights())
+                known |= self._hashers[digest].compute()
+            hashes = [known[part_key(op)] for op in link.ops]
+        return np.array(hashes, np.uint64).reshape(-1, 2)
 
     def sync_finish(self, replica: int) -> int:
         """Bytes sent to the replica; called once the replica has received everything.
@@ -147,6 +162,7 @@ class Sender:
         link = self._links.pop(replica, None)
         if link is None:
             return None
+        link.transport.interrupt()
         try:
             error = link.stream.exception(link.transport.spec.timeout_s) if link.stream else None
         finally:
@@ -163,61 +179,27 @@ class Sender:
 
     def _stream(self, link: _Link) -> int:
         assert link.ops is not None, "sync_prepare() sets the ops"
+        transport = link.transport
         is_complete = False
         try:
-            with torch.no_grad():
-                num_bytes = self._send_all(link.transport, link.ops)
+            if link.rounds is None:
+                rank_of = transport.spec.worker_rank
+                link.rounds = SendRounds(link.ops, self._weights(), transport.device, rank_of)
+            transport.note("begins")
+            link.rounds.run(transport, Deadline(transport.spec.timeout_s))
+            transport.note("done")
             is_complete = True
-            return num_bytes
+            return sum(op.nbytes for op in link.ops)
         finally:
             if not is_complete:
-                link.transport.close()
+                transport.close()
 
-    def _send_all(self, transport: Transport, ops: Sequence[CopyOp]) -> int:
-        spec = transport.spec
-        deadline = Deadline(spec.timeout_s)
-        num_sent: dict[int, int] = defaultdict(int)
-        in_flight: deque[Posted] = deque()
-        for window in windows(ops, spec.chunk_bytes):
-            transfers = []
-            for op in window:
-                peer = spec.worker_rank(op.receiver)
-                wire = wire_bytes(self._checked_read(op))
-                transfers.append(Transfer(wire, peer, num_sent[peer], op))
-                num_sent[peer] += 1
-            in_flight.append(transport.send(transfers))
-            if len(in_flight) == 2:
-                transport.wait(in_flight.popleft(), deadline)
-        for posted in in_flight:
-            transport.wait(posted, deadline)
-        return sum(op.nbytes for op in ops)
+    def _weights(self) -> Weights:
+        shapes = {slot.name: slot.shape for slot in self._layout}
+        # Bound here and not before: what reads may change, so long as it reads the same layout.
+        return Weights(f"trainer rank {self.rank}", shapes, self._read, self._device(), self._stays)
 
-    def _checked_read(self, op: CopyOp) -> Tensor:
-        tensor = self._read(op.name, op.bounds)
-        if tensor.dtype != WIRE_DTYPES[op.dtype] or tuple(tensor.shape) != extents(op.bounds):
-            raise SyncError(
-                f"trainer rank {self.rank}: read of {op} gave {tensor.dtype} "
-                f"{tuple(tensor.shape)}, the plan says {op.dtype} {extents(op.bounds)}; "
-                "nothing of it was sent"
-            )
-        return tensor
-
-    def _hash(self, op: CopyOp) -> OpHash:
-        key = (op.name, op.bounds, op.storage)
-        known = self._hashes.by_part
-        if key not in known:
-            with torch.no_grad():
-                known[key] = self._computed_hash(op)
-        return known[key]
-
-    def _computed_hash(self, op: CopyOp) -> OpHash:
-        tensor = self._checked_read(op)
-        offsets, shape = starts(op.bounds), self._shapes[op.name]
-        wire = tensor_hash(tensor, name=op.name, offsets=offsets, shape=shape)
-        if op.storage == "plain":
-            return OpHash(wire, wire)
-        try:
-            quantized = quantize(tensor)
-        except ValueError as error:
-            raise NonFiniteError(f"trainer rank {self.rank}: {op}: {error}") from None
-        return OpHash(wire, hash_tensor(quantized, name=op.name, offsets=offsets, shape=shape))
+    def _device(self) -> torch.device:
+        """Of what `read` gives; asks for the smallest tensor to see."""
+        smallest = min(self._layout, key=lambda slot: volume(slot.bounds))
+        return self._read(smallest.name, smallest.bounds).device

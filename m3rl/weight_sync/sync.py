@@ -5,6 +5,8 @@
        ▼                   └─ once ──┘ a tensor differs
     refused: nothing moved
 
+With a shadow: PREPARE, STREAM, VERIFY, PAUSE, COMMIT, RESUME.
+
 Trainer ranks own a `Sender` (send.py), workers are given an `EngineReceiver` (receive.py), this
 driver tells both what to do. The states of a replica are drawn in replica.py.
 """
@@ -24,7 +26,7 @@ from m3rl.types import RemoteReceiver, SenderGroup
 from m3rl.weight_sync.errors import BusyError, NotReadyError, RefusedError, SyncError
 from m3rl.weight_sync.layout import Layout, layout_digest
 from m3rl.weight_sync.plan import Plan, check_plan, make_plan
-from m3rl.weight_sync.replica import PHASES, Driver, Phase, Replica, ReplicaState, SyncEvent
+from m3rl.weight_sync.replica import PHASES, Driver, Phase, Replica, SyncEvent
 from m3rl.weight_sync.transport import GroupSpec, Rendezvous, in_background
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,8 @@ class SyncReport:
     checksum_mismatches: int
     """Tensors that differed in some attempt."""
     wire_hash: int | None
-    """Additive hash of the model's wire bits, free of any sharding; None: not verified."""
+    """Additive hash of the model's wire bits, the same for all shardings that cut no tensor's
+    columns more finely (`verify.py`); None: not verified."""
 
     def metrics(self) -> dict[str, float | str]:
         """`refit/*` and `time/refit_transfer` of a training step."""
@@ -108,9 +111,8 @@ class WeightSync:
             timeout_s: longest wait in any phase, for any replica.
             min_replicas: fewer replicas with the new version are an error.
             verify: compare hashes before every commit.
-            chunk_bytes: most bytes on the way at a time between members; they keep two chunks in
-                flight.
-            backend: transport of the groups.
+            chunk_bytes: most that a worker receives in a round; two rounds are in flight.
+            backend: transport of the groups: 'nccl' between GPUs, 'gloo' through hosts' memory.
         """
         self.events: list[SyncEvent] = []
         """Every phase that a replica entered, oldest first."""
@@ -252,7 +254,6 @@ class WeightSync:
             port=self._rendezvous.port,
             key=f"replica{one.number}/{self._serial}",
             timeout_s=self._driver.timeout_s,
-            chunk_bytes=self._chunk_bytes,
             backend=self._backend,
         )
         one.join(spec, self._plans[key], self._sender_layouts, workers)
@@ -266,11 +267,12 @@ class WeightSync:
     ) -> SyncReport:
         records = {number: self._replicas[number].record for number in numbers}
         ready = tuple(number for number in numbers if number not in failed)
-        hashes = {records[n].wire_hash for n in ready}
-        if len(hashes) > 1:
-            raise SyncError(
-                f"replicas {ready} were sent different weights: {sorted(map(str, hashes))}"
-            )
+        hashes = {n: records[n].wire_hash for n in ready}
+        of_grains: dict[int, int | None] = {}
+        for n in ready:
+            # Hashes of plans that cut columns otherwise do not compare.
+            if of_grains.setdefault(self._replicas[n].grains, hashes[n]) != hashes[n]:
+                raise SyncError(f"replicas {ready} were sent different weights: {hashes}")
         mismatches = sum(len(record.mismatches) for record in records.values())
         plans = [one.plan for one in self._replicas.values() if one.plan is not None]
         return SyncReport(
@@ -288,7 +290,7 @@ class WeightSync:
             num_tensors=max((plan.num_tensors for plan in plans), default=0),
             checksum_ok=self._all_equal(records, failed) if self._driver.verify else None,
             checksum_mismatches=mismatches,
-            wire_hash=next(iter(hashes), None),
+            wire_hash=hashes[ready[0]] if ready else None,
         )
 
     def _all_equal(self, records: Mapping[int, Any], failed: Mapping[int, str]) -> bool:
@@ -315,11 +317,12 @@ def _outcome(one: Replica, version: int, serial: int) -> str | None:
     error = in_background(lambda: one.run(version, serial), f"run-{one.number}").exception()
     if error is None:
         return None
-    complaints = [] if one.state is not ReplicaState.POISONED else one.disconnect()
+    complaints = []
     if isinstance(error, RefusedError):
         logger.error("replica %d refuses version %d: %s", one.number, version, error)
     else:
-        logger.error("replica %d is POISONED: %s", one.number, error)
+        complaints = one.disconnect()
+        logger.error("replica %d is %s: %s", one.number, one.status, error)
         logger.debug("what led to it", exc_info=error)
     return "; ".join([str(error), *complaints])
 

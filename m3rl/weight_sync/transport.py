@@ -6,6 +6,9 @@
 Built directly from a TCPStore, never the default group (accelerate owns that one), so a replica
 that dies takes one small group with it and the others go on. On the wire every tensor is a flat run
 of bytes; sizes follow from the plan that both ends have checked, so no header travels.
+
+This file has what every kind of group shares, and gloo, which moves bytes between hosts' memory;
+`nccl.py` moves them between GPUs.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,6 +33,10 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from m3rl.weight_sync.errors import TransportError
+from m3rl.weight_sync.lane import POLL_S
+
+BACKENDS = ("gloo", "nccl")
+WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def worker_ranks(num_senders: int, mesh: Sequence[int]) -> dict[tuple[int, ...], int]:
@@ -57,8 +64,6 @@ class GroupSpec:
     """Prefix in the store, new for every attempt to connect."""
     timeout_s: float
     """Longest wait for the members to join, and for all transfers of one sync."""
-    chunk_bytes: int
-    """Most bytes on the way at a time; each side keeps two chunks in flight."""
     backend: str = "gloo"
 
     @property
@@ -166,28 +171,33 @@ def wire_bytes(tensor: Tensor) -> Tensor:
 
 
 class Transport:
-    """This rank's membership in the group of one replica.
+    """This rank's membership in the group of one replica; here over gloo.
 
     The group object is a `torch.distributed` backend, whichever its kind: `send([tensor], rank,
-    tag)`, `recv([tensor], rank, tag)`, each returning a work with `wait(timeout)`.
+    tag)`, `recv([tensor], rank, tag)`, each returning a work.
     """
 
-    def __init__(self, group: Any, spec: GroupSpec, rank: int) -> None:
+    def __init__(self, group: Any, spec: GroupSpec, rank: int, store: Store) -> None:
         self.spec = spec
         self.rank = rank
         self._group = group
+        self._store = store
         self._under_way: list[Posted] = []
 
-    @classmethod
-    def join(cls, spec: GroupSpec, rank: int) -> Transport:
+    @staticmethod
+    def join(spec: GroupSpec, rank: int, device: torch.device) -> Transport:
         """Meet the other members.
 
+        Args:
+            device: where this rank's weights lie.
+
         Raises:
-            TransportError: an unknown backend, or a member that did not come in time (named).
+            TransportError: an unknown backend or one that cannot reach the device, or a member that
+                did not come in time (named).
         """
-        if spec.backend not in _BACKENDS:
+        if spec.backend not in BACKENDS:
             raise TransportError(
-                f"weight sync cannot travel over {spec.backend!r}; use one of {sorted(_BACKENDS)}"
+                f"weight sync cannot travel over {spec.backend!r}; use one of {list(BACKENDS)}"
             )
         timeout = timedelta(seconds=spec.timeout_s)
         try:
@@ -198,28 +208,51 @@ class Transport:
                 f"{_first_line(error)}"
             ) from error
         store = PrefixStore(spec.key, tcp_store)
-        store.set(_here(rank), "1")
+        store.set(here_key(rank), "1")
         try:
-            group = _BACKENDS[spec.backend](spec, rank, store, timeout)
-        except RuntimeError as error:
-            late = [m for m in range(spec.world_size) if not store.check([_here(m)])]
+            if spec.backend == "gloo":
+                return Transport(_gloo(spec, rank, store, timeout), spec, rank, store)
+            # Only here: it needs a build of torch with NCCL.
+            from m3rl.weight_sync.nccl import NcclTransport
+
+            return NcclTransport.meet(spec, rank, store, device)
+        except TransportError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            late = [m for m in range(spec.world_size) if not store.check([here_key(m)])]
             names = ", ".join(spec.member(m) for m in late) or "all came, but a connection failed"
             raise TransportError(
                 f"{spec.member(rank)} could not join the group of replica {spec.replica} within "
                 f"{spec.timeout_s:g} s; not there: {names} ({_first_line(error)})"
             ) from error
-        return cls(group, spec, rank)
 
-    def send(self, transfers: Iterable[Transfer]) -> Posted:
-        """Begin to send; returns at once."""
-        return self._post("send", transfers)
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers of transfers lie."""
+        return torch.device("cpu")
 
-    def receive(self, transfers: Iterable[Transfer]) -> Posted:
-        """Begin to fill the transfers' buffers; returns at once."""
-        return self._post("recv", transfers)
+    def post(self, *, sends: Sequence[Transfer] = (), receives: Sequence[Transfer] = ()) -> Posted:
+        """Begin all transfers of a round at once; returns without waiting for them.
+
+        On CUDA they begin when the current stream comes to this point.
+        """
+        posted = Posted()
+        self._under_way.append(posted)
+        begin = Deadline(self.spec.timeout_s)
+        for direction, transfers in (("send", sends), ("recv", receives)):
+            for transfer in transfers:
+                begin_one = getattr(self._member(), direction)
+                try:
+                    posted.works.append(begin_one([transfer.wire], transfer.peer, transfer.tag))
+                except RuntimeError as error:
+                    raise self._broken(transfer, begin, error) from error
+                posted.transfers.append(transfer)
+        return posted
 
     def wait(self, posted: Posted, deadline: Deadline) -> None:
-        """Wait until the transfers are complete: sent buffers may change, received ones be read.
+        """Continue (on CUDA: have the current stream continue) when the transfers are complete.
+
+        Sent buffers may change then, received ones be read.
 
         Raises:
             TransportError: one was not in time, or its other end is gone; the group is dead then.
@@ -229,9 +262,27 @@ class Transport:
                 posted.works[i].wait(timedelta(seconds=deadline.left_s))
             except RuntimeError as error:
                 raise self._broken(transfer, deadline, error) from error
-            self._check_member()
+            self._member()
         posted.works.clear()
         self._under_way.remove(posted)
+
+    def wait_for_device(self, event: torch.cuda.Event | None, deadline: Deadline) -> None:
+        """Wait on the host until the device has passed `event` (None: it has).
+
+        Raises:
+            TransportError: not in time, or this rank has left the group meanwhile.
+        """
+        while event is not None and not event.query():
+            self._member()
+            if deadline.is_over:
+                raise self._late(deadline)
+            time.sleep(POLL_S)
+
+    def note(self, what: str) -> None:
+        """Let the others know where this rank is, for whoever must say which one is late."""
+
+    def interrupt(self) -> None:
+        """Where another thread's wait can be ended, end it; this rank then leaves the group."""
 
     def close(self) -> None:
         """Leave the group: its sockets close, so a peer that waits for this rank learns at once."""
@@ -241,24 +292,16 @@ class Transport:
             posted.works.clear()
         self._under_way.clear()
 
-    def _post(self, direction: str, transfers: Iterable[Transfer]) -> Posted:
-        posted = Posted()
-        self._under_way.append(posted)
-        begin = Deadline(self.spec.timeout_s)
-        for transfer in transfers:
-            self._check_member()
-            try:
-                posted.works.append(
-                    getattr(self._group, direction)([transfer.wire], transfer.peer, transfer.tag)
-                )
-            except RuntimeError as error:
-                raise self._broken(transfer, begin, error) from error
-            posted.transfers.append(transfer)
-        return posted
-
-    def _check_member(self) -> None:
+    def _member(self) -> Any:
         if self._group is None:
             raise TransportError(f"{self._name} has left the group of replica {self.spec.replica}")
+        return self._group
+
+    def _late(self, deadline: Deadline) -> TransportError:
+        return TransportError(
+            f"{self._name}: after {deadline.elapsed_s:.1f} s of {deadline.seconds:g} s its device "
+            "has not done its part; nothing more is known"
+        )
 
     def _broken(
         self, transfer: Transfer, deadline: Deadline, error: RuntimeError
@@ -284,9 +327,6 @@ def _gloo(spec: GroupSpec, rank: int, store: Store, timeout: timedelta) -> Proce
     return ProcessGroupGloo(store, rank, spec.world_size, options)
 
 
-_BACKENDS: dict[str, Callable[[GroupSpec, int, Store, timedelta], Any]] = {"gloo": _gloo}
-
-
 def _own_address(host: str, port: int) -> str:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -294,7 +334,7 @@ def _own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _here(rank: int) -> str:
+def here_key(rank: int) -> str:
     return f"here/{rank}"
 
 

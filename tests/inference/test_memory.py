@@ -121,6 +121,17 @@ def test_the_plan_is_what_an_engine_allocates(dtype, quantization):
     assert planned_weights(plan) == allocated_weights(Engine(TINY, options))
 
 
+@pytest.mark.parametrize("quantization", SCOPES)
+def test_a_shadow_is_all_weights_once_more(quantization):
+    options = EngineConfig(quantization=quantization, num_pages=6, shadow_weights=True)
+    plan = plan_memory(TINY, options)
+    alone = plan_memory(TINY, dataclasses.replace(options, shadow_weights=False))
+    held = Engine(TINY, options)._worker.weights._filled
+    assert plan.weights["shadow copy"] == sum(tensor.nbytes for tensor in held.values())
+    assert plan.total_bytes - alone.total_bytes == sum(alone.weights.values())
+    assert "shadow copy" not in alone.weights
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "float8_e4m3fn"])
 @pytest.mark.parametrize("index_dtype", ["auto", "float8_e4m3fn"])
 def test_pages_captures_and_rope_table_are_what_an_engine_allocates(kv_dtype, index_dtype):
@@ -294,3 +305,13 @@ def test_fewer_pages_are_no_remedy_where_the_longest_request_would_not_fit():
 def test_nothing_is_offered_where_nothing_fits():
     with pytest.raises(ConfigError, match="what fits: nothing with up to 256 GPUs"):
         plan_memory(RELEASED, on_h200(), gpu_bytes=1 << 30)
+
+
+def test_a_shadow_that_does_not_fit_can_be_left_out():
+    options = on_h200(quantization="mxfp8", num_pages=64, shadow_weights=True)
+    text = refusal(options, tp=4)
+    assert "what fits: shadow_weights=False; 8 GPU(s): quantization='mxfp8', tp=4, ep=8" in text
+    plan_for(dataclasses.replace(options, shadow_weights=False), tp=4)
+    assert "shadow_weights" not in refusal(dataclasses.replace(options, num_pages=10**6), tp=4)
+    alone = dataclasses.replace(options, shadow_weights=False, num_pages=10**6)
+    assert "shadow_weights" not in refusal(alone, tp=4)

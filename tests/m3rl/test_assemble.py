@@ -62,6 +62,10 @@ REACHES = {
         "mxfp8",
         {"replica.engine.quantization": "mxfp8"},
     ),
+    "rollout.backend.engine.shadow_weights": (
+        "true",
+        {"replica.engine.shadow_weights": True},
+    ),
     "rollout.backend.engine.num_pages": ("99", {"replica.engine.num_pages": 99}),
     "rollout.backend.engine.max_model_len": ("200", {"replica.engine.max_model_len": 200}),
     "rollout.backend.engine.max_running_requests": (

@@ -195,13 +195,22 @@ def test_the_description_has_all_sums(tmp_path, model):
     count = ModelConfig.from_pretrained(model).num_parameters
     assert ["all", f"{count:,}"] in rows
     assert "all of a step fits at once" in text
+    assert re.search(r"weight sync: (.* KiB) from .*rank, \1 from a mean one, \1 to each", text)
+    assert "projected" not in text  # no GPU
+
+
+def test_a_sync_between_gpus_is_projected(tmp_path, model):
+    text = describe(make_plan(config(tmp_path, rollout=rollout(**cuda(gpu_memory_gib=139)))))
+    assert re.search(r"projected on H200s: \d+\.\d\d s, floor \d+\.\d\d s, at 50 GB/s a GPU", text)
 
 
 def test_gpus_beyond_the_trainers_are_replicas_and_too_few_are_refused(tmp_path, model):
     text, works = gpu_table(make_plan(config(tmp_path, train={"num_ranks": 2})), [2, 8])
     rows = [line.split() for line in text.splitlines()[2:]]
-    assert rows[0][:4] == ["2", "2", "0", "refused:"]
-    assert rows[1] == ["8", "2", "6", "fits"]
+    assert rows[0][:5] == ["2", "2", "0", "-", "refused:"]
+    assert rows[1][:3] == ["8", "2", "6"]
+    assert rows[1][-1] == "fits"
+    assert "s, floor" in text.splitlines()[3]
     assert works
 
 
@@ -212,6 +221,9 @@ def test_a_model_that_needs_several_gpus_is_refused_with_its_size(tmp_path, mode
     text, works = gpu_table(plan, [8, 64])
     assert not works
     assert "a trainer rank needs 6.2 TiB and cannot be spread over GPUs yet" in text
+    rows = text.splitlines()[2:]
+    assert re.search(r"8 +1 +7 +- +refused", rows[0])
+    assert re.search(r"1\.\d\d s, floor 1\.16 s \(32 FSDP ranks to 1 x ep=32\)", rows[1])
 
 
 def cuda(**backend):

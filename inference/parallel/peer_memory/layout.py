@@ -45,7 +45,9 @@ class PeerMemory:
         self.addresses = tuple(buffer.data_ptr() for buffer in self.buffers)
         self.count_B = torch.zeros(NUM_BLOCKS, dtype=torch.int64, device=device)
         # Of another priority than the streams of launches, so it cannot be one of them.
-        self.side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self.side = None
+        if device.type == "cuda":
+            self.side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     @property
     def flags(self) -> Tensor:

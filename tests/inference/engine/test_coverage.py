@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from inference.engine.coverage import Coverage, WeightLoadError, WeightSlot
+from inference.engine.coverage import Coverage, PlannedParts, WeightLoadError, WeightSlot
 
 SHAPE = (3, 4)
 
@@ -77,3 +77,30 @@ def test_bounds_outside_the_tensor_are_refused(bounds):
 def test_an_unknown_name_is_refused():
     with pytest.raises(WeightLoadError, match=r"'language_model\.w' is no tensor of this model"):
         Coverage([slot()]).check("language_model.w", ((0, 3), (0, 4)))
+
+
+PARTS = [("a", ((0, 1), (0, 4))), ("a", ((1, 3), (0, 4))), ("b", ((0, 5),)), ("c", ((2, 4),))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(-1, 5), st.integers(-1, 5)), max_size=6))
+def test_planned_parts_are_counted_as_a_list_of_them_says(ranges):
+    progress, counts = PlannedParts(PARTS), np.zeros(len(PARTS), int)
+    for first, last in ranges:
+        if not 0 <= first <= last <= len(PARTS):
+            with pytest.raises(WeightLoadError, match="are not among the 4 of the plan"):
+                progress.add(first, last)
+        elif counts[first:last].any():
+            twice = first + int(counts[first:last].argmax())
+            with pytest.raises(WeightLoadError, match=f"part {twice} of the plan, .* twice"):
+                progress.add(first, last)
+        else:
+            progress.add(first, last)
+            counts[first:last] = 1
+    sizes = counts * [4, 8, 5, 2]
+    written = {"a": (sizes[0] + sizes[1], 12), "b": (sizes[2], 5), "c": (sizes[3], 2)}
+    assert progress.missing() == [
+        f"{name} ({count} of {total} elements written)"
+        for name, (count, total) in written.items()
+        if count != total
+    ]

@@ -150,7 +150,7 @@ def test_an_engine_takes_a_checkpoint_of_any_scope(tmp_path, quantization, store
     made = Engine.from_pretrained(tmp_path / "mxfp8", options)
     given, meant = as_mxfp8(weights(4), stored), widened(weights(4), stored)
     assert_same_state(made, loaded(quantization, given, "bfloat16"))
-    for name, view in made._worker._views.items():
+    for name, view in made._worker.weights.views.items():
         is_held = SPECS[name].is_quantized(quantization)
         assert isinstance(view, MXFP8Tensor) == is_held
         if not is_held:

@@ -1,6 +1,8 @@
 """The replica process without Ray: one engine, one thread, commands between two steps."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +10,16 @@ import pytest
 
 from m3rl.rollout.m3_replica import M3Replica, ReplicaSettings
 from m3rl.types import GenerationRequest, SamplingSettings
-from tests.tiny_models import random_checkpoint, tiny_config
+from tests.tiny_models import random_checkpoint, random_tensors, tiny_config
 
+RAW = tiny_config()
 ENGINE = {"num_pages": 256, "max_tokens_per_step": 64}
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    random_checkpoint(path, tiny_config(), seed=0)
+    random_checkpoint(path, RAW, seed=0)
     return path
 
 
@@ -124,10 +127,16 @@ def test_an_engine_without_weights_serves_nothing(model_path: Path) -> None:
 
 
 class Recorder:
-    """A receiver that notes on which thread it is called."""
+    """A receiver that notes on which thread the engine is called, and loads all of it by a plan."""
+
+    def __init__(self) -> None:
+        self.filled, self.go_on = threading.Event(), threading.Event()
+        self.running = 0
 
     def bind(self, target) -> None:
         self.target = target
+        parts = [(slot.name, slot.bounds) for slot in target.weight_layout()]
+        self.plan = target.plan_load(parts)
 
     def thread_name(self) -> str:
         return threading.current_thread().name
@@ -135,16 +144,120 @@ class Recorder:
     def fail(self) -> None:
         raise ValueError("this sync is broken")
 
+    def stream(self, version: int, tensors: dict) -> None:
+        """Stops when all is in place until `go_on` is set."""
+        self.target.begin_load(version, self.plan)
+        for (name, _), place in zip(self.plan.parts, self.plan.places, strict=True):
+            place.copy_(tensors[name])
+        self.target.written(0, len(self.plan.parts))
+        self.filled.set()
+        assert self.go_on.wait(10)
 
-def test_receiver_calls_run_on_the_engine_thread_and_their_errors_reach_the_caller(
+    def commit(self) -> None:
+        self.target.commit()
+
+    def abort(self) -> None:
+        self.target.abort_load()
+
+    def overlap(self) -> int:
+        """How many of these calls ever ran at once."""
+        self.running += 1
+        time.sleep(0.02)
+        seen = self.running
+        self.running -= 1
+        return seen
+
+
+def test_receiver_calls_run_beside_the_engine_one_at_a_time_and_raise_to_the_caller(
     replica: M3Replica,
 ) -> None:
     with pytest.raises(RuntimeError, match="no receiver"):
         replica.receiver_call("thread_name")
-    recorder = Recorder()
-    replica.attach(recorder)
-    assert recorder.target is replica.engine
-    assert replica.receiver_call("thread_name") == "engine"
+    replica.attach(Recorder())
+    assert replica.receiver_call("thread_name") == threading.current_thread().name
     with pytest.raises(ValueError, match="this sync is broken"):
         replica.receiver_call("fail")
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(replica.receiver_call, "overlap") for _ in range(4)]
+        assert [call.result(10) for call in calls] == [1] * 4
     assert replica.health()["failure"] == ""
+
+
+def test_only_the_engine_thread_changes_what_serves(
+    replica: M3Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: dict[str, str] = {}
+
+    def noting(name: str):
+        original = getattr(replica.engine, name)
+
+        def call(*args):
+            called[name] = threading.current_thread().name
+            return original(*args)
+
+        return call
+
+    for name in ("begin_load", "written", "commit", "abort_load"):
+        monkeypatch.setattr(replica.engine, name, noting(name))
+    recorder = Recorder()
+    replica.attach(recorder)
+    recorder.go_on.set()
+    for method, args in (
+        ("stream", (4, random_tensors(RAW, 1))),
+        ("commit", ()),
+        ("stream", (5, random_tensors(RAW, 0))),
+        ("abort", ()),
+    ):
+        replica.receiver_call(method, *args)
+    here = threading.current_thread().name
+    assert called == {
+        "begin_load": "engine",
+        "written": here,
+        "commit": "engine",
+        "abort_load": "engine",
+    }
+    assert replica.health()["version"] is None  # poisoned: a load in place was given up
+
+
+def spans(results) -> list:
+    return [result.version_spans.tolist() for result in results]
+
+
+@pytest.mark.parametrize("shadow", [True, False])
+def test_a_load_into_a_shadow_lets_the_replica_generate_and_another_holds_it_up(
+    model_path: Path, shadow: bool
+) -> None:
+    replica = M3Replica(ReplicaSettings(str(model_path), ENGINE | {"shadow_weights": shadow}))
+    replica.load(str(model_path), 3)
+    (before,) = replica.generate([request(0)])
+    recorder = Recorder()
+    replica.attach(recorder)
+    with ThreadPoolExecutor(2) as threads:
+        if not shadow:
+            replica.pause("keep")
+        streaming = threads.submit(replica.receiver_call, "stream", 4, random_tensors(RAW, 1))
+        assert recorder.filled.wait(10)
+        generating = threads.submit(replica.generate, [request(0)])
+        if shadow:
+            (beside,) = generating.result(10)
+            assert beside.token_ids.tolist() == before.token_ids.tolist()
+            assert spans([beside]) == [[[0, 3]]]
+            replica.pause("keep")
+        assert replica.health()["version"] == 3
+        recorder.go_on.set()
+        streaming.result(10)
+        replica.receiver_call("commit")
+        assert shadow or not generating.done()
+        replica.resume()
+        after = generating.result(10) if not shadow else replica.generate([request(0)])
+    assert spans(after) == [[[0, 4]]]
+    assert after[0].token_ids.tolist() != before.token_ids.tolist()
+
+
+def test_a_receiver_is_told_of_an_engine_that_failed(replica: M3Replica) -> None:
+    replica.attach(Recorder())
+    replica.engine.step = lambda: 1 / 0
+    with pytest.raises(RuntimeError, match="has failed"):
+        replica.generate([request(0)])
+    with pytest.raises(RuntimeError, match="has failed"):
+        replica.receiver_call("stream", 4, {})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import dataclasses
+import math
 import os
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from inference.kernels.tensor_hash import tensor_hash
+from benchmarks.remote import RemoteProcess
+from inference.kernels.tensor_hash import combine, tensor_hash
 from m3rl.types import Receiver, TensorSlot
-from m3rl.weight_sync.layout import WIRE_DTYPES, Bounds, extents, starts, whole
+from m3rl.weight_sync.layout import Bounds, extents, whole
+from m3rl.weight_sync.plan import CopyOp
 from m3rl.weight_sync.send import Sender
 from m3rl.weight_sync.sync import WeightSync
+from m3rl.weight_sync.transport import WIRE_DTYPES
 
 BIAS = "model.layers.1.block_sparse_moe.e_score_correction_bias"
 EXPERT = "model.layers.1.block_sparse_moe.experts.{}.w1.weight"
@@ -64,73 +67,109 @@ def cut(tensor: Tensor, bounds: Bounds) -> Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in bounds)]
 
 
+def hash_of(name: str, tensor: Tensor, ops: Sequence[CopyOp]) -> int:
+    """Hash of a whole tensor as a sync with these ops computes it."""
+    grain = next(op.grain for op in ops if op.name == name)
+    return tensor_hash(tensor, name=name, unit=math.gcd(grain, 16 // tensor.element_size()))
+
+
+def wire_hash_of(tensors: dict[str, Tensor], ops: Sequence[CopyOp]) -> int:
+    """Of a whole model."""
+    return combine(hash_of(name, tensor, ops) for name, tensor in tensors.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class FakePlan:
+    names: list[str]
+    places: list[Tensor]
+
+
 class FakeEngine:
-    """Stores tensors, records events, and does to a written tensor whatever `fault` says."""
+    """Stores tensors, records events, and lets `fault` damage what was just written.
+
+    `fault(engine, names)` is told the tensors of each part that came into place.
+    """
 
     def __init__(
         self,
         slots: Sequence[TensorSlot],
-        fault: Callable[[FakeEngine, str, Tensor], tuple[str, Tensor] | None] | None = None,
+        fault: Callable[[FakeEngine, list[str]], None] | None = None,
+        *,
+        has_shadow: bool = False,
     ) -> None:
         self.slots = {slot.name: slot for slot in slots}
         self.fault = fault
+        self.has_shadow = has_shadow
         self.tensors = {
             slot.name: torch.zeros(extents(slot.bounds), dtype=WIRE_DTYPES[slot.dtype])
             for slot in slots
         }
+        self.loaded = (
+            {name: tensor.clone() for name, tensor in self.tensors.items()}
+            if has_shadow
+            else self.tensors
+        )
+        """Where loads go."""
         self.version: int | None = None
         self.serves = False
-        self.loading: int | None = None
+        self.paused = False
+        self.loading: tuple[int, FakePlan] | None = None
+        self.written_parts: list[int] = []
         self.events: list[str] = []
         self.num_loads = 0
 
     def weight_layout(self) -> list[TensorSlot]:
         return list(self.slots.values())
 
-    def begin_load(self, version: int) -> None:
+    def plan_load(self, parts: Sequence[tuple[str, Bounds]]) -> FakePlan:
+        places = []
+        for name, bounds in parts:
+            origin = self.slots[name].bounds
+            here = tuple((a - s, b - s) for (a, b), (s, _) in zip(bounds, origin, strict=True))
+            places.append(cut(self.loaded[name], here))
+        return FakePlan([name for name, _ in parts], places)
+
+    def begin_load(self, version: int, plan: FakePlan) -> None:
         assert self.loading is None, "a load is open"
-        self.serves, self.loading = False, version
+        self.loading, self.written_parts = (version, plan), []
+        if not self.has_shadow:
+            self.serves = False
         self.num_loads += 1
         self.events.append("begin_load")
 
-    def write(self, name: str, bounds: Bounds, tensor: Tensor) -> None:
-        kept = (name, tensor) if self.fault is None else self.fault(self, name, tensor)
-        if kept is None:
-            return
-        name, tensor = kept
-        slot = self.slots[name]
-        here = tuple((a - s, b - s) for (a, b), (s, _) in zip(bounds, slot.bounds, strict=True))
-        cut(self.tensors[name], here).copy_(tensor)
-        self.events.append("write")
-
-    def weights_hash(self) -> dict[str, int]:
-        self.events.append("hash")
-        return {
-            name: tensor_hash(
-                self.tensors[name], name=name, offsets=starts(slot.bounds), shape=slot.shape
-            )
-            for name, slot in self.slots.items()
-        }
+    def written(self, first: int, last: int) -> None:
+        assert self.loading is not None, "no load is open"
+        self.written_parts += range(first, last)
+        self.events += ["write"] * (last - first)
+        if self.fault is not None:
+            self.fault(self, self.loading[1].names[first:last])
 
     def commit(self) -> None:
         assert self.loading is not None, "no load is open"
-        self.version, self.serves, self.loading = self.loading, True, None
+        version, plan = self.loading
+        assert sorted(self.written_parts) == list(range(len(plan.names)))
+        if self.has_shadow:
+            assert self.paused
+            for name, tensor in self.loaded.items():
+                self.tensors[name].copy_(tensor)
+        self.version, self.serves, self.loading = version, True, None
         self.events.append("commit")
 
     def abort_load(self) -> None:
         if self.loading is not None:
-            self.version, self.loading = None, None
+            self.loading = None
+            if not self.has_shadow:
+                self.version = None
             self.events.append("abort_load")
 
     def pause(self) -> None:
+        self.paused = True
         self.events.append("pause")
 
     def resume(self) -> None:
         assert self.serves
+        self.paused = False
         self.events.append("resume")
-
-    def snapshot(self) -> dict[str, Tensor]:
-        return self.tensors
 
 
 _stores: dict[int, HashStore] = {}
@@ -169,10 +208,11 @@ class Worker:
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
+        self.receiver: Any = None
 
     def attach(self, receiver: Receiver) -> None:
         receiver.bind(self.engine)
-        self.receiver: Any = receiver
+        self.receiver = receiver
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.receiver, name)
@@ -244,60 +284,6 @@ def assert_holds(engine_tensors: dict[str, Tensor], slots: Sequence[TensorSlot],
         assert torch.equal(engine_tensors[slot.name], expected), slot.name
 
 
-class RemoteProcess:
-    """An object in a process of its own; calls on it run there, four at a time."""
-
-    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make, args), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._pending: dict[int, Future[Any]] = {}
-        self._lock = threading.Lock()
-        self._next = 0
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        with self._lock:
-            number, self._next = self._next, self._next + 1
-            self._pending[number] = future
-            try:
-                self._pipe.send((number, method, args))
-            except OSError:
-                self._pending.pop(number)
-                future.set_exception(RuntimeError("the process died"))
-        return future
-
-    def attach(self, receiver: Receiver) -> None:
-        self.call("attach", receiver).result(30)
-
-    def kill(self) -> None:
-        os.kill(self._process.pid or 0, signal.SIGKILL)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                number, result, error = self._pipe.recv()
-            except (EOFError, OSError):
-                break
-            future = self._pending.pop(number)
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-        with self._lock:
-            for future in self._pending.values():
-                future.set_exception(RuntimeError("the process died"))
-            self._pending.clear()
-            self._pipe.close()
-
-
 class RemoteSenders:
     """Trainer ranks in processes of their own."""
 
@@ -329,34 +315,13 @@ class ReplicaBody(Worker):
         self.engine.resume()
 
     def snapshot(self) -> tuple[int | None, dict[str, Tensor]]:
-        return self.engine.version, self.engine.snapshot()
+        # Copies: what goes through the pipe is moved to shared memory.
+        held = {name: tensor.clone() for name, tensor in self.engine.tensors.items()}
+        return self.engine.version, held
 
     def die_in_write(self, name: str) -> None:
-        def fault(engine: FakeEngine, written: str, tensor: Tensor) -> tuple[str, Tensor]:
-            if written == name:
+        def fault(engine: FakeEngine, written: list[str]) -> None:
+            if name in written:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return written, tensor
 
         self.engine.fault = fault
-
-
-def _serve(pipe: Any, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    body = make(*args)
-    lock = threading.Lock()
-
-    def run(number: int, method: str, args: tuple[Any, ...]) -> None:
-        try:
-            answer = (number, getattr(body, method)(*args), None)
-        except Exception as error:
-            answer = (number, None, error)
-        with lock:
-            pipe.send(answer)
-
-    with ThreadPoolExecutor(4) as threads:
-        while True:
-            try:
-                number, method, args = pipe.recv()
-            except EOFError:
-                return
-            threads.submit(run, number, method, args)

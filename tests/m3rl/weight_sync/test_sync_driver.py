@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from inference.kernels.tensor_hash import combine, tensor_hash
+from inference.kernels.tensor_hash import HashTable
 from m3rl.weight_sync import replica as replica_module
 from m3rl.weight_sync import transport as transport_module
 from m3rl.weight_sync.errors import BusyError, NotReadyError
@@ -20,6 +20,7 @@ from tests.m3rl.weight_sync.sync_fakes import (
     local_sync,
     store_without_sockets,
     weights,
+    wire_hash_of,
 )
 
 NUM_BYTES = 2 * (11 * 6 + 8 * 6 + 6 + 4 * 5 * 6 + 11 * 6) + 4 * (4 * 6 + 4)
@@ -88,7 +89,7 @@ def test_a_sync_goes_through_its_phases_in_order_and_the_engine_sees_it_so():
     sync.sync(1)
     assert phases(sync) == ["prepare", "pause", "stream", "verify", "commit", "resume"]
     writes = ["write"] * len(TENSORS)
-    assert engine.events == ["pause", "begin_load", *writes, "hash", "commit", "resume"]
+    assert engine.events == ["pause", "begin_load", *writes, "commit", "resume"]
 
 
 def test_the_report_counts_bytes_tensors_and_hashes_the_wire():
@@ -96,7 +97,7 @@ def test_the_report_counts_bytes_tensors_and_hashes_the_wire():
     sync, senders, _ = local_sync(engines)
     senders.load(1)
     report = sync.sync(3)
-    truth = combine(tensor_hash(tensor, name=name) for name, tensor in weights(1).items())
+    truth = wire_hash_of(weights(1), sync.plan(0).ops)
     assert report.wire_hash == truth
     assert (report.version, report.ready, report.failed) == (3, (0, 1), {})
     assert (report.num_bytes, report.num_tensors) == (2 * NUM_BYTES, len(TENSORS))
@@ -119,18 +120,20 @@ def test_the_wire_hash_and_the_tensors_do_not_depend_on_the_sharding(num_ranks, 
     sync, senders, _ = local_sync({0: engines}, ranks, chunk_bytes=100)
     senders.load(6)
     report = sync.sync(1)
-    assert report.wire_hash == combine(tensor_hash(t, name=n) for n, t in weights(6).items())
+    assert report.wire_hash == wire_hash_of(weights(6), sync.plan(0).ops)
     for w, engine in enumerate(engines):
         assert_holds(engine.tensors, layout(w, num_workers), 6)
 
 
-def test_without_verification_nothing_is_hashed_and_the_report_says_so():
+def test_without_verification_nothing_is_hashed_and_the_report_says_so(monkeypatch):
+    launched = []
+    monkeypatch.setattr(HashTable, "launch", lambda table, *parts: launched.append(parts))
     engine = FakeEngine(layout())
     sync, senders, _ = local_sync({0: [engine]}, verify=False)
     senders.load(1)
     report = sync.sync(1)
     assert_holds(engine.tensors, layout(), 1)
-    assert "hash" not in engine.events
+    assert launched == []
     assert (report.checksum_ok, report.wire_hash) == (None, None)
     assert "refit/checksum_ok" not in report.metrics()
     assert phases(sync) == ["prepare", "pause", "stream", "commit", "resume"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inference.config import EngineConfig
 from inference.engine import Engine, Request, SamplingParams
-from inference.kernels.tensor_hash import combine, tensor_hash
+from inference.kernels.mxfp8 import MXFP8Tensor, QuantizeTable
 from inference.models.weights import published_tensors
 from m3rl.types import TensorSlot
 from m3rl.weight_sync import transport as transport_module
@@ -20,7 +20,13 @@ from m3rl.weight_sync.errors import SyncError
 from m3rl.weight_sync.layout import Bounds, whole
 from m3rl.weight_sync.send import Sender
 from m3rl.weight_sync.sync import WeightSync
-from tests.m3rl.weight_sync.sync_fakes import LocalSenders, LocalWorker, cut, store_without_sockets
+from tests.m3rl.weight_sync.sync_fakes import (
+    LocalSenders,
+    LocalWorker,
+    cut,
+    store_without_sockets,
+    wire_hash_of,
+)
 from tests.tiny_models import model_config, random_tensors, tiny_config
 
 RAW = tiny_config(num_hidden_layers=2)
@@ -146,14 +152,34 @@ def test_bf16_weights_are_quantised_on_receive_and_proven(quantization: str, chu
         report = sync.sync(version)
         truth = quantized(quantization, seed)
         assert report.checksum_ok is True
-        assert report.wire_hash == wire_hash(seed)
+        assert report.wire_hash == wire_hash(seed, sync)
         assert target.weights_hash() == truth.weights_hash()
         assert greedy(target) == greedy(truth)
 
 
-def wire_hash(seed: int) -> int:
-    tensors = random_tensors(RAW, seed, torch.bfloat16)
-    return combine(tensor_hash(tensor, name=name) for name, tensor in tensors.items())
+def wire_hash(seed: int, sync: WeightSync) -> int:
+    plan = sync.plan(0)
+    assert plan is not None
+    return wire_hash_of(random_tensors(RAW, seed, torch.bfloat16), plan.ops)
+
+
+def damage_once(target: Engine, monkeypatch, name: str, damage: Callable[[], object]) -> None:
+    """When a first round with a part of `name` is in the engine's memory, do `damage`."""
+    begin_load, written = target.begin_load, target.written
+    plans, seen = [], []
+
+    def beginning(version: int, plan) -> None:
+        plans.append(plan)
+        begin_load(version, plan)
+
+    def damaging(first: int, last: int) -> None:
+        written(first, last)
+        if name in dict(plans[-1].parts[first:last]) and not seen:
+            seen.append(name)
+            damage()
+
+    monkeypatch.setattr(target, "begin_load", beginning)
+    monkeypatch.setattr(target, "written", damaging)
 
 
 @pytest.mark.parametrize("part", ["weight", "scale"])
@@ -161,16 +187,14 @@ def wire_hash(seed: int) -> int:
 def test_a_flipped_bit_in_what_was_quantised_is_mended_by_the_retry(monkeypatch, part: str):
     target, rank = quantized("mxfp8"), Rank(torch.bfloat16, 0, 1)
     sync = driver(target, [rank])
-    stored = target._worker._views[EXPERT]
-    write, seen = target.write, []
+    stored = target._worker.weights.views[EXPERT]
+    assert isinstance(stored, MXFP8Tensor)
+    damaged = stored.values.view(torch.uint8) if part == "weight" else stored.scale
 
-    def flipping(name: str, bounds: Bounds, tensor: Tensor) -> None:
-        write(name, bounds, tensor)
-        if name == EXPERT and not seen:
-            seen.append(name)
-            (stored.values.view(torch.uint8) if part == "weight" else stored.scale)[5, 1] ^= 1
+    def damage() -> None:
+        damaged[5, 1] ^= 1
 
-    monkeypatch.setattr(target, "write", flipping)
+    damage_once(target, monkeypatch, EXPERT, damage)
     rank.load(3)
     report = sync.sync(1)
     assert (report.checksum_ok, report.checksum_mismatches) == (True, 1)
@@ -181,16 +205,19 @@ def test_a_flipped_bit_in_what_was_quantised_is_mended_by_the_retry(monkeypatch,
 def test_a_bf16_bit_lost_on_the_way_to_the_quantiser_is_seen_where_it_changes_a_byte(monkeypatch):
     target, rank = quantized("mxfp8"), Rank(torch.bfloat16, 0, 1)
     sync = driver(target, [rank])
-    write, seen = target.write, []
+    stored = target._worker.weights.views[EXPERT]
+    assert isinstance(stored, MXFP8Tensor)
+    launch, seen = QuantizeTable.launch, []
 
-    def flipping(name: str, bounds: Bounds, tensor: Tensor) -> None:
-        if name == EXPERT and not seen:
-            seen.append(name)
-            tensor = tensor.clone()
-            tensor.view(torch.int16)[5, 1] ^= -0x8000  # the sign
-        write(name, bounds, tensor)
+    def flipping(table: QuantizeTable, first: int, last: int) -> None:
+        # The sender quantises too, for its hashes: only what goes into the engine is damaged.
+        for x, out in table._pairs[first:last]:
+            if out.values.data_ptr() == stored.values.data_ptr() and not seen:
+                seen.append(EXPERT)
+                x.view(torch.int16)[5, 1] ^= -0x8000  # the sign
+        launch(table, first, last)
 
-    monkeypatch.setattr(target, "write", flipping)
+    monkeypatch.setattr(QuantizeTable, "launch", flipping)
     report = sync.sync(1)
     assert (report.checksum_ok, report.checksum_mismatches) == (True, 1)
 
@@ -215,26 +242,18 @@ def test_a_trainer_that_sends_fp32_to_a_quantised_engine_is_refused():
 def test_a_flipped_bit_in_the_engine_is_mended_by_the_retry(monkeypatch):
     target, rank = engine(), Rank(torch.float32, 0, 1)
     sync = driver(target, [rank])
-    flip_in_first_load(target, monkeypatch, BIAS)
+    bias = target._worker.weights.views[BIAS]
+    assert isinstance(bias, Tensor)
+
+    def damage() -> None:
+        bias.view(torch.int32)[0] ^= 1
+
+    damage_once(target, monkeypatch, BIAS, damage)
     rank.load(3)
     report = sync.sync(1)
     assert (report.checksum_ok, report.checksum_mismatches) == (True, 1)
     assert target.weights_hash() == fresh(3).weights_hash()
     assert greedy(target) == greedy(fresh(3))
-
-
-def flip_in_first_load(target: Engine, monkeypatch, flipped: str) -> None:
-    write: Callable[[str, Bounds, Tensor], None] = target.write
-    seen = []
-
-    def flipping(name: str, bounds: Bounds, tensor: Tensor) -> None:
-        if name == flipped and not seen:
-            seen.append(name)
-            tensor = tensor.clone()
-            tensor.view(torch.int32)[0] ^= 1
-        write(name, bounds, tensor)
-
-    monkeypatch.setattr(target, "write", flipping)
 
 
 def test_nan_poisons_the_engine_until_a_whole_sync(monkeypatch):

@@ -21,8 +21,8 @@ from m3rl.weight_sync.layout import (
     volume,
     whole,
 )
-from m3rl.weight_sync.plan import CopyOp, Plan, check_plan, make_plan, ops_digest, windows
-from tests.m3rl.weight_sync.sync_fakes import BIAS, EMBEDDING, TENSORS, layout
+from m3rl.weight_sync.plan import CopyOp, Plan, check_plan, in_rounds, make_plan, ops_digest
+from tests.m3rl.weight_sync.sync_fakes import BIAS, EMBEDDING, layout
 
 
 def slot(name: str, shape: tuple[int, ...], bounds: Bounds, bucket: str = "pre") -> TensorSlot:
@@ -39,8 +39,8 @@ def test_two_row_shards_meet_three_row_shards_in_four_copies():
     plan = make_plan(senders, receivers, 1 << 20)
     assert [(op.sender, op.receiver, op.bounds) for op in plan.ops] == [
         (0, 0, ((0, 4), (0, 2))),
-        (0, 1, ((4, 6), (0, 2))),
         (1, 1, ((6, 8), (0, 2))),
+        (0, 1, ((4, 6), (0, 2))),
         (1, 2, ((8, 12), (0, 2))),
     ]
     assert plan.nbytes == 12 * 2 * 4
@@ -50,15 +50,15 @@ def mxfp8_slot(columns: tuple[int, int], storage: str = "mxfp8") -> TensorSlot:
     return TensorSlot("w", "bfloat16", (3, 160), ((0, 3), columns), "pre", storage)
 
 
-@pytest.mark.parametrize("max_op_bytes", [64, 100, 200, 700, 1 << 20])
-def test_what_is_quantised_on_receive_is_cut_between_blocks_only(max_op_bytes: int):
+@pytest.mark.parametrize("chunk_bytes", [64, 100, 200, 700, 1 << 20])
+def test_what_is_quantised_on_receive_is_cut_between_blocks_only(chunk_bytes: int):
     senders = [[mxfp8_slot((0, 96), "plain")], [mxfp8_slot((96, 160), "plain")]]
     receivers = [[mxfp8_slot((0, 64))], [mxfp8_slot((64, 160))]]
-    plan = make_plan(senders, receivers, max_op_bytes)
+    plan = make_plan(senders, receivers, chunk_bytes)
     check_plan(plan, senders, receivers)
     assert {op.storage for op in plan.ops} == {"mxfp8"}
     assert all(edge % 32 == 0 for op in plan.ops for edge in op.bounds[1])
-    assert all(op.nbytes <= max_op_bytes for op in plan.ops)
+    assert all(op.nbytes <= chunk_bytes for op in plan.ops)
 
 
 def test_shards_that_cut_a_block_are_refused_by_name():
@@ -100,9 +100,9 @@ def test_a_tensor_held_by_all_ranks_is_sent_by_each_in_turn():
 
 def test_a_large_copy_is_split_into_even_rows():
     held = [slot("w", (10, 8), ((0, 10), (0, 8)))]
-    plan = make_plan([held], [held], max_op_bytes=96)  # three rows of 32 bytes
+    plan = make_plan([held], [held], chunk_bytes=96)  # three rows of 32 bytes
     assert [op.bounds[0] for op in plan.ops] == [(0, 2), (2, 5), (5, 7), (7, 10)]
-    plan = make_plan([held], [held], max_op_bytes=64)
+    plan = make_plan([held], [held], chunk_bytes=64)
     assert max(op.nbytes for op in plan.ops) == 64
 
 
@@ -122,7 +122,7 @@ def test_buckets_travel_from_the_embedding_up():
 
 def test_digests_are_the_same_in_every_process():
     plan = make_plan([layout(0, 2), layout(1, 2)], [layout()], 128)
-    assert plan.digest[:16] == "36c7fa26426ed5fd"
+    assert plan.digest[:16] == "c41ab58c4ec98c00"
     assert layout_digest(layout())[:16] == "4b00864295036c54"
     assert layout_digest(layout()[::-1]) == layout_digest(layout())
     renamed = [dataclasses.replace(layout()[0], dtype="float32"), *layout()[1:]]
@@ -230,20 +230,12 @@ def test_check_finds_ops_that_are_not_those_of_the_digest_or_out_of_order():
     plan, senders, receivers = small_plan()
     with pytest.raises(PlanError, match="does not belong to its ops"):
         check_plan(Plan(plan.ops[::-1], plan.digest), senders, receivers)
+    backwards = [dataclasses.replace(op, round=i) for i, op in enumerate(plan.ops[::-1])]
     with pytest.raises(PlanError, match="not ordered by bucket"):
-        check_plan(replace_ops(plan, list(plan.ops[::-1])), senders, receivers)
+        check_plan(replace_ops(plan, backwards), senders, receivers)
     ops = [*plan.ops[:-1], dataclasses.replace(plan.ops[-1], receiver=1)]
     with pytest.raises(PlanError):
         check_plan(replace_ops(plan, ops), senders, receivers)
-
-
-def test_windows_keep_order_buckets_and_size():
-    plan, _, _ = small_plan()
-    batches = list(windows(plan.ops, 200))
-    assert [op for batch in batches for op in batch] == list(plan.ops)
-    assert all(len({op.bucket for op in batch}) == 1 for batch in batches)
-    assert all(len(batch) == 1 or sum(op.nbytes for op in batch) <= 200 for batch in batches)
-    assert len(list(windows(plan.ops, 1 << 20))) == len({bucket for *_, bucket in TENSORS.values()})
 
 
 def random_layouts(
@@ -274,8 +266,8 @@ def shardings(draw: st.DrawFn) -> tuple[list[list[TensorSlot]], list[list[Tensor
         "w" * (i + 1): tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
         for i in range(num_tensors)
     }
-    max_op_bytes = draw(st.sampled_from([64, 100, 1 << 20]))
-    return random_layouts(rng, shapes), random_layouts(rng, shapes), max_op_bytes
+    chunk_bytes = draw(st.sampled_from([64, 100, 1 << 20]))
+    return random_layouts(rng, shapes), random_layouts(rng, shapes), chunk_bytes
 
 
 def held_elements(layouts: list[list[TensorSlot]], rank: int, name: str) -> np.ndarray:
@@ -288,13 +280,44 @@ def held_elements(layouts: list[list[TensorSlot]], rank: int, name: str) -> np.n
     return count
 
 
+def assert_rounds(plan: Plan, chunk_bytes: int) -> None:
+    """Ascending from 0 without gaps, of one bucket each, bounded for each receiver; both ends of a
+    pair of ranks see their transfers in the same order (they are slices of one list)."""
+    numbers = [op.round for op in plan.ops]
+    assert numbers == sorted(numbers)
+    assert set(numbers) == set(range(numbers[-1] + 1))
+    for number in set(numbers):
+        here = [op for op in plan.ops if op.round == number]
+        assert len({op.bucket for op in here}) == 1
+        for receiver in {op.receiver for op in here}:
+            sizes = [op.nbytes for op in here if op.receiver == receiver]
+            assert len(sizes) == 1 or sum(sizes) <= chunk_bytes
+
+
+def assert_grains(
+    plan: Plan, senders: list[list[TensorSlot]], receivers: list[list[TensorSlot]]
+) -> None:
+    """The grain is a power of two that cuts through nothing that either side holds."""
+    held = {
+        op.name: [s for each in (*senders, *receivers) for s in each if s.name == op.name]
+        for op in plan.ops
+    }
+    for op in plan.ops:
+        assert op.grain & (op.grain - 1) == 0
+        for one in (op, *held[op.name]):
+            assert all(edge % op.grain == 0 for edge in (one.bounds[-1] if one.bounds else ()))
+
+
 @settings(max_examples=150, deadline=None)
 @given(shardings())
 def test_every_element_is_sent_once_to_each_holder_by_a_rank_that_holds_it(case):
-    senders, receivers, max_op_bytes = case
-    plan = make_plan(senders, receivers, max_op_bytes)
+    senders, receivers, chunk_bytes = case
+    plan = make_plan(senders, receivers, chunk_bytes)
     check_plan(plan, senders, receivers)
-    assert make_plan(senders, receivers, max_op_bytes) == plan
+    assert make_plan(senders, receivers, chunk_bytes) == plan
+    assert in_rounds(plan.ops[::-1], chunk_bytes)[-1].round <= len(plan.ops) - 1
+    assert_rounds(plan, chunk_bytes)
+    assert_grains(plan, senders, receivers)
     for receiver, held in enumerate(receivers):
         for name in {s.name for s in held}:
             wanted = held_elements(receivers, receiver, name)
@@ -305,7 +328,7 @@ def test_every_element_is_sent_once_to_each_holder_by_a_rank_that_holds_it(case)
                     assert held_elements(senders, op.sender, name)[place].all()
                     arrived[place] += 1
             assert np.array_equal(arrived, wanted)
-    assert all(op.nbytes <= max_op_bytes for op in plan.ops)
+    assert all(op.nbytes <= chunk_bytes for op in plan.ops)
 
 
 @settings(max_examples=60, deadline=None)
@@ -320,8 +343,8 @@ def test_replicated_sources_share_the_bytes_within_one_copy(num_senders: int, si
 @settings(max_examples=60, deadline=None)
 @given(shardings(), st.randoms(use_true_random=False))
 def test_any_dropped_or_doubled_copy_is_found(case, rng: random.Random):
-    senders, receivers, max_op_bytes = case
-    plan = make_plan(senders, receivers, max_op_bytes)
+    senders, receivers, chunk_bytes = case
+    plan = make_plan(senders, receivers, chunk_bytes)
     i = rng.randrange(len(plan.ops))
     for ops in ([*plan.ops[:i], *plan.ops[i + 1 :]], [*plan.ops[: i + 1], *plan.ops[i:]]):
         with pytest.raises(PlanError, match=f" of {plan.ops[i].name}[ ;]"):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.remote import RemoteProcess
 from m3rl.weight_sync.sync import WeightSync
 from tests.m3rl.weight_sync.sync_fakes import (
     EXPERT,
-    RemoteProcess,
     RemoteSenders,
     ReplicaBody,
     TrainerRank,
@@ -15,7 +15,7 @@ from tests.m3rl.weight_sync.sync_fakes import (
     layout,
 )
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")

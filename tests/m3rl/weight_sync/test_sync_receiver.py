@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
-from inference.kernels.tensor_hash import combine, tensor_hash
+from inference.kernels.tensor_hash import HashTable, tensor_hash
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.errors import LayoutError, RefusedError, SyncError, VerificationError
 from m3rl.weight_sync.layout import as_slots, layout_digest, whole
@@ -13,8 +15,17 @@ from m3rl.weight_sync.plan import check_sends, make_plan, ops_digest
 from m3rl.weight_sync.prepare import Prepare, agreed_ops
 from m3rl.weight_sync.receive import EngineReceiver, ReceiverState
 from m3rl.weight_sync.send import Sender
-from m3rl.weight_sync.verify import OpHash, expected_hashes
-from tests.m3rl.weight_sync.sync_fakes import BIAS, TENSORS, FakeEngine, cut, layout, rows, weights
+from m3rl.weight_sync.verify import HashSums, OpHash, hash_parts
+from tests.m3rl.weight_sync.sync_fakes import (
+    BIAS,
+    TENSORS,
+    FakeEngine,
+    cut,
+    layout,
+    rows,
+    weights,
+    wire_hash_of,
+)
 
 
 def test_a_receiver_travels_by_pickle_and_binds_to_an_engine_there():
@@ -29,7 +40,7 @@ def test_an_engine_that_cannot_be_synced_is_refused_with_what_it_lacks():
         def begin_load(self, version: int) -> None: ...
         def write(self, name, bounds, tensor) -> None: ...
 
-    with pytest.raises(TypeError, match=r"Half cannot be synced: it has no .*'weights_hash'"):
+    with pytest.raises(TypeError, match=r"Half cannot be synced: it has no .*'plan_load'"):
         EngineReceiver(0).bind(Half())  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="replica 0 worker 0 holds no tensor"):
         EngineReceiver(0).bind(FakeEngine([]))
@@ -82,17 +93,15 @@ def test_a_sender_says_when_it_is_asked_out_of_order():
         Sender(0, [], lambda name, bounds: torch.zeros(0))
 
 
-def hashes_of(plan, sender: int, truth: dict[str, torch.Tensor]) -> list[OpHash]:
-    values = [
-        tensor_hash(
-            cut(truth[op.name], op.bounds),
-            name=op.name,
-            offsets=tuple(start for start, _ in op.bounds),
-            shape=TENSORS[op.name][1],
-        )
+def hashes_of(plan, sender: int, truth: dict[str, torch.Tensor]) -> np.ndarray:
+    parts = [
+        part
         for op in plan.sends(sender)
+        for part in hash_parts(op, cut(truth[op.name], op.bounds), TENSORS[op.name][1])
     ]
-    return [OpHash(value, value) for value in values]
+    table = HashTable(parts)
+    table.launch(0, len(parts))
+    return np.array([OpHash(value, value) for value in table.read()], np.uint64)
 
 
 @pytest.mark.parametrize(("num_senders", "num_workers"), [(1, 1), (2, 1), (1, 3), (3, 2)])
@@ -106,21 +115,24 @@ def test_expected_hashes_are_those_of_the_tensors_however_both_sides_are_cut(
         100,
     )
     by_sender = [hashes_of(plan, r, truth) for r in range(num_senders)]
-    expected = expected_hashes(plan, num_workers, by_sender)
-    assert expected.wire == combine(tensor_hash(t, name=n) for n, t in truth.items())
+    expected = HashSums(plan, num_workers).expected(by_sender)
+    assert expected.wire == wire_hash_of(truth, plan.ops)
     for w, by_name in enumerate(expected.by_worker):
         for name, (_, shape, _) in TENSORS.items():
             bounds = rows(shape, w, num_workers)
             part = cut(truth[name], bounds)
             offsets = tuple(start for start, _ in bounds)
-            assert by_name[name] == tensor_hash(part, name=name, offsets=offsets, shape=shape)
+            op = next(op for op in plan.ops if op.name == name)
+            unit = math.gcd(op.grain, 16 // part.element_size())
+            found = tensor_hash(part, name=name, offsets=offsets, shape=shape, unit=unit)
+            assert by_name[name] == found
 
 
 def test_two_ranks_with_other_bits_of_one_part_are_found_among_the_hashes():
     plan = make_plan([layout(), layout()], [layout(), layout()], 1 << 20)
     by_sender = [hashes_of(plan, r, weights(0)) for r in range(2)]
     assert plan.sends(0)[0].bounds == plan.sends(1)[0].bounds == whole((11, 6))
-    by_sender[1][0] = OpHash(by_sender[1][0].wire ^ 1, by_sender[1][0].stored)
+    by_sender[1][0, 0] ^= np.uint64(1)
     with pytest.raises(VerificationError, match="trainer ranks 0 and 1 hold different bits of mod"):
-        expected_hashes(plan, 2, by_sender)
+        HashSums(plan, 2).expected(by_sender)
     assert any(op.name == BIAS for op in plan.ops)

@@ -22,6 +22,12 @@ from m3rl.weight_sync.transport import (
 )
 from tests.m3rl.weight_sync.sync_fakes import store_without_sockets
 
+CPU = torch.device("cpu")
+
+
+def part_of(num_bytes: int, peer: int, tag: int) -> Transfer:
+    return Transfer(torch.zeros(num_bytes, dtype=torch.uint8), peer, tag, "lm_head[0:2]")
+
 
 def spec(rendezvous: Rendezvous, timeout_s: float = 20.0) -> GroupSpec:
     return GroupSpec(
@@ -32,14 +38,15 @@ def spec(rendezvous: Rendezvous, timeout_s: float = 20.0) -> GroupSpec:
         port=rendezvous.port,
         key="replica3/1",
         timeout_s=timeout_s,
-        chunk_bytes=1 << 20,
     )
 
 
 def pair(timeout_s: float = 20.0) -> tuple[Rendezvous, Transport, Transport]:
     rendezvous = Rendezvous("127.0.0.1", 20.0)
     with ThreadPoolExecutor(2) as threads:
-        joining = [threads.submit(Transport.join, spec(rendezvous, timeout_s), r) for r in (0, 1)]
+        joining = [
+            threads.submit(Transport.join, spec(rendezvous, timeout_s), r, CPU) for r in (0, 1)
+        ]
         sender, worker = (future.result(30) for future in joining)
     return rendezvous, sender, worker
 
@@ -67,7 +74,7 @@ def test_a_group_has_the_trainer_ranks_first_and_names_every_member():
 
 
 def spec_of(num_senders: int, num_workers: int) -> GroupSpec:
-    return GroupSpec(0, num_senders, num_workers, "127.0.0.1", 1, "key", 1.0, 64)
+    return GroupSpec(0, num_senders, num_workers, "127.0.0.1", 1, "key", 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -85,8 +92,10 @@ def test_bits_cross_a_group_unchanged_nan_included():
     bits = torch.tensor([0x7FC0, 0x7FC1, -0x8000, 0x0001, 0x3F80], dtype=torch.int16)
     sent = [bits.view(torch.bfloat16), torch.randn(7), torch.tensor(2.5)]
     buffers = [torch.zeros(wire_bytes(t).numel(), dtype=torch.uint8) for t in sent]
-    receiving = worker.receive(Transfer(b, 0, i, "a part") for i, b in enumerate(buffers))
-    sending = sender.send(Transfer(wire_bytes(t), 1, i, "a part") for i, t in enumerate(sent))
+    receiving = worker.post(receives=[Transfer(b, 0, i, "a part") for i, b in enumerate(buffers)])
+    sending = sender.post(
+        sends=[Transfer(wire_bytes(t), 1, i, "a part") for i, t in enumerate(sent)]
+    )
     sender.wait(sending, Deadline(20))
     worker.wait(receiving, Deadline(20))
     for tensor, buffer in zip(sent, buffers, strict=True):
@@ -95,7 +104,7 @@ def test_bits_cross_a_group_unchanged_nan_included():
 
 def test_a_peer_that_does_not_send_is_named_as_late():
     _, _sender, worker = pair()
-    receiving = worker.receive([Transfer(torch.zeros(4, dtype=torch.uint8), 0, 0, "lm_head[0:2]")])
+    receiving = worker.post(receives=[part_of(4, 0, 0)])
     with pytest.raises(
         TransportError,
         match=r"3 worker 0: trainer rank 0 is late: after 0\.[23] s of 0\.2 s, lm_head\[0:2\] was",
@@ -105,24 +114,20 @@ def test_a_peer_that_does_not_send_is_named_as_late():
 
 def test_a_peer_that_leaves_is_named_at_once():
     _, sender, worker = pair()
-    receiving = worker.receive([Transfer(torch.zeros(4, dtype=torch.uint8), 0, 0, "lm_head[0:2]")])
+    receiving = worker.post(receives=[part_of(4, 0, 0)])
     sender.close()
     with pytest.raises(TransportError, match="trainer rank 0 is gone or has left the group"):
         worker.wait(receiving, Deadline(20))
     with pytest.raises(TransportError, match="trainer rank 0 has left the group of replica 3"):
-        sender.send([Transfer(torch.zeros(4, dtype=torch.uint8), 1, 0, "lm_head[0:2]")])
+        sender.post(sends=[part_of(4, 1, 0)])
 
 
 def test_leaving_with_transfers_under_way_closes_the_connection():
     _, sender, worker = pair()
-    parts = [Transfer(torch.zeros(4, dtype=torch.uint8), 0, i, "a part") for i in range(3)]
-    under_way = worker.receive(parts)
+    under_way = worker.post(receives=[part_of(4, 0, i) for i in range(3)])
     worker.close()
     with pytest.raises(TransportError, match="replica 3 worker 0 is gone or has left"):
-        sender.wait(
-            sender.send([Transfer(torch.zeros(1 << 20, dtype=torch.uint8), 1, 9, "a part")]),
-            Deadline(20),
-        )
+        sender.wait(sender.post(sends=[part_of(1 << 20, 1, 9)]), Deadline(20))
     assert under_way.works == []
 
 
@@ -133,12 +138,14 @@ def test_a_member_that_does_not_come_is_named(monkeypatch):
         TransportError,
         match=r"trainer rank 0 could not join .* within 0\.5 s; not there: replica 3 worker 0",
     ):
-        Transport.join(dataclasses.replace(spec(rendezvous), timeout_s=0.5), 0)
+        Transport.join(dataclasses.replace(spec(rendezvous), timeout_s=0.5), 0, CPU)
 
 
 def test_an_unknown_transport_is_refused_with_the_known_ones():
-    with pytest.raises(TransportError, match=r"cannot travel over 'pigeon'; use one of \['gloo'\]"):
-        Transport.join(dataclasses.replace(spec_of(1, 1), backend="pigeon"), 0)
+    with pytest.raises(
+        TransportError, match=r"cannot travel over 'pigeon'; use one of \['gloo', 'nccl'\]"
+    ):
+        Transport.join(dataclasses.replace(spec_of(1, 1), backend="pigeon"), 0, CPU)
 
 
 def test_an_error_on_a_background_thread_reaches_the_waiter():

@@ -1,0 +1,329 @@
+"""python -m benchmarks.weight_sync [--cpu] [--trainer-ranks N] [--only PART ...]
+
+Trainer ranks (one, unless told) and a replica, each a process on a GPU of its own; 20 GB in M3's
+shapes: embeddings, head, a dense layer and one with 128 experts.
+
+- whole syncs, plain and quantised to MXFP8 on receive, with and without verification, beside the
+  raw copy of the same bytes in a few large messages;
+- baselines, for one trainer rank: packed broadcast with unpack and load, in turn and overlapped;
+  one call a tensor;
+- receive: the receiving side alone, tensors on the GPU into the runtime's storage.
+
+With --cpu a small model over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kernels.harness import Bench, Timing
+from benchmarks.record import RESULTS
+from benchmarks.remote import RemoteProcess
+from benchmarks.slices import slice_config
+from benchmarks.sync_sides import ReplicaSide, TrainerSide
+from m3rl.weight_sync.sync import SyncReport, WeightSync
+
+PARTS = ("baselines", "receive")
+"""Beside the syncs."""
+CALL_S = 300.0
+BIT_EQUAL = {"tensors_differ": 0.0}
+"""Every tensor's hash, element by element, is compared: there is no tolerance."""
+
+
+def bench_config(*, is_small: bool) -> dict[str, Any]:
+    """A dense layer and one with MSA and experts, of M3's width or of a small one."""
+    raw = slice_config(8 if is_small else 128)
+    text = raw["text_config"]
+    text |= {"num_hidden_layers": 2, "moe_layer_freq": [0, 1]}
+    sparse = text["sparse_attention_config"]
+    sparse |= {"sparse_disable_index_value": [0, 1], "sparse_attention_freq": [0, 1]}
+    if is_small:
+        text |= {
+            "vocab_size": 1024,
+            "hidden_size": 256,
+            "intermediate_size": 128,
+            "dense_intermediate_size": 512,
+            "shared_intermediate_size": 128,
+            "num_attention_heads": 8,
+            "head_dim": 32,
+            "rotary_dim": 16,
+            "max_position_embeddings": 4096,
+        }
+        sparse |= {"sparse_index_dim": 32, "sparse_block_size": 16}
+    return raw
+
+
+def timing(times: Sequence[float]) -> Timing:
+    """Of the median, with its tenths."""
+    cuts = statistics.quantiles(times, n=10, method="inclusive")
+    return Timing(statistics.median(times), cuts[0], cuts[-1])
+
+
+class Trainers:
+    """`SenderGroup` over processes."""
+
+    def __init__(self, ranks: Sequence[RemoteProcess]) -> None:
+        self.ranks = list(ranks)
+        self.num_ranks = len(ranks)
+
+    def call(self, rank: int, method: str, *args: Any) -> Future[Any]:
+        return self.ranks[rank].call(method, *args)
+
+
+class Worker:
+    """`RemoteReceiver` over a process."""
+
+    def __init__(self, replica: RemoteProcess) -> None:
+        self.replica = replica
+
+    def attach(self, receiver: Any) -> None:
+        self.replica.attach(receiver)
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        return self.replica.call("receive", method, *args)
+
+
+@dataclass(slots=True)
+class Timed:
+    """Whole syncs as the driver sees them."""
+
+    us: Timing
+    reports: list[SyncReport]
+
+    def phase_us(self, phase: Any) -> float:
+        return 1e6 * statistics.median(r.phase_seconds.get(phase, 0.0) for r in self.reports)
+
+
+class Pair:
+    """Both sides of one configuration, and what is measured between them."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        quantization: str,
+        devices: Sequence[str],
+        backend: str,
+        *,
+        reps: int = 20,
+        is_small: bool = False,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """`devices`: of each trainer rank, and of the replica."""
+        self.bench, self.backend = bench, backend
+        self.reps, self.timeout_s = reps, timeout_s
+        self.num_ranks = len(devices) - 1
+        held = "as sent" if quantization == "none" else quantization
+        self.label = f"{backend}, {self.num_ranks} to 1, held {held}"
+        self.raw = raw = bench_config(is_small=is_small)
+        self.ranks = [
+            RemoteProcess(TrainerSide, raw, devices[rank], rank, self.num_ranks)
+            for rank in range(self.num_ranks)
+        ]
+        self.replica = RemoteProcess(ReplicaSide, raw, devices[-1], quantization)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        joining = [
+            side.call("join", backend, rank, len(devices), port)
+            for rank, side in enumerate(self.sides)
+        ]
+        for call in joining:
+            call.result(CALL_S)
+        self.num_bytes = 0
+
+    @property
+    def sides(self) -> list[RemoteProcess]:
+        return [*self.ranks, self.replica]
+
+    def on_all(self, method: str, *args: Any) -> list[Any]:
+        """A method of every side at once, the replica last."""
+        calls = [side.call(method, *args) for side in self.sides]
+        return [call.result(CALL_S) for call in calls]
+
+    def end(self) -> None:
+        for side in self.sides:
+            side.end()
+
+    def driver(self, *, verify: bool, chunk_bytes: int) -> WeightSync:
+        sync = WeightSync(
+            Trainers(self.ranks),
+            {0: Worker(self.replica)},
+            pause=lambda replica: None,
+            resume=lambda replica: None,
+            host="127.0.0.1",
+            timeout_s=self.timeout_s,
+            min_replicas=1,
+            verify=verify,
+            chunk_bytes=chunk_bytes,
+            backend=self.backend,
+        )
+        sync.connect(0)
+        return sync
+
+    def step(self) -> None:
+        for call in [rank.call("step") for rank in self.ranks]:
+            call.result(CALL_S)
+
+    def num_differing(self) -> float:
+        """Tensors of which the replica holds other bits than the trainer, by another way than the
+        sync's own."""
+        quantized = self.replica.call("quantized").result(CALL_S)
+        held = self.replica.call("hashes").result(CALL_S)
+        parts = [rank.call("hashes", quantized).result(CALL_S) for rank in self.ranks]
+        mask = (1 << 64) - 1
+        return float(sum(held[name] != sum(p[name] for p in parts) & mask for name in held))
+
+    def timed(self, sync: WeightSync) -> Timed:
+        reports = []
+        for version in range(2 + self.reps):
+            self.step()
+            reports.append(sync.sync(version))
+        return Timed(timing([1e6 * r.seconds for r in reports[2:]]), reports[2:])
+
+    def syncs(self, chunk_bytes: int) -> tuple[Timing, float]:
+        """Record syncs with and without verification; returns the former, and the raw copy's
+        microseconds."""
+        self.on_all("mark_memory")
+        sync = self.driver(verify=True, chunk_bytes=chunk_bytes)
+        verified = self.timed(sync)
+        differing, extra = self.num_differing(), self.on_all("extra_bytes")
+        plan = sync.plan(0)
+        assert plan is not None, "connected"
+        self.num_bytes = plan.nbytes
+        sync.close()
+        floor = self.raw_copy()
+        sync = self.driver(verify=False, chunk_bytes=chunk_bytes)
+        unverified = self.timed(sync)
+        sync.close()
+        sent = [sum(op.nbytes for op in plan.sends(rank)) for rank in range(self.num_ranks)]
+        values = {
+            "tensors": plan.num_tensors,
+            "copies": len(plan.ops),
+            "rounds": 1 + plan.ops[-1].round,
+            "busiest_share": max(sent) * len(sent) / sum(sent),
+        }
+        exposed = {
+            "exposed_share": 1 - unverified.us.us / verified.us.us,
+            "verify_us": verified.phase_us("verify"),
+            "extra_gb_sender": extra[0] / 1e9,
+            "extra_gb_replica": extra[-1] / 1e9,
+        }
+        self._record("verified", verified, differing, floor, values | exposed)
+        self._record("not verified", unverified, self.num_differing(), floor, values)
+        return verified.us, floor
+
+    def _record(
+        self, what: str, timed: Timed, differing: float, floor: float, values: dict[str, float]
+    ) -> None:
+        rates = {
+            "gbytes_per_s": self.num_bytes / timed.us.us / 1e3,
+            "stream_us": timed.phase_us("stream"),
+            "prepare_us": timed.phase_us("prepare"),
+            "commit_us": timed.phase_us("commit"),
+        }
+        self.bench.record(
+            "weight_sync",
+            f"{self.label}, {self.num_bytes / 1e9:.3g} GB, {what}",
+            timed.us,
+            correct={"tensors_differ": differing},
+            tolerance=BIT_EQUAL,
+            floor=floor,
+            value=rates | values,
+        )
+
+    def raw_copy(self) -> float:
+        """The slowest side's median, of the same bytes."""
+        times = self.on_all("raw_copy", self.num_bytes, self.reps)
+        return max(statistics.median(each) for each in times)
+
+    def baselines(self, ours: Timing, floor: float) -> None:
+        """What others do, from the same weights into the same parameters, beside a verified sync.
+
+        Raises:
+            AssertionError: the replica did not get the trainer's bits.
+        """
+        for overlapped in (False, True):
+            form = "overlapped" if overlapped else "in turn"
+            times = self.on_all("packed_broadcast", self.reps, overlapped)
+            self.compare(f"packed broadcast {form}", timing(max(times, key=sum)), ours, floor)
+        times = []
+        for _ in range(3):
+            self.replica.call("begin").result(CALL_S)
+            begin = time.perf_counter()
+            for number in range(self.num_tensors):
+                self.on_all("broadcast_one", number)
+            times.append((time.perf_counter() - begin) * 1e6)
+            self.replica.call("commit").result(CALL_S)
+        self.compare("one call a tensor", timing(times), ours, floor)
+
+    @property
+    def num_tensors(self) -> int:
+        return int(self.replica.call("num_tensors").result(CALL_S))
+
+    def compare(self, peer: str, theirs: Timing, ours: Timing, floor: float) -> None:
+        self.bench.record(
+            "weight_sync",
+            f"{self.label}, verified, beside {peer}",
+            ours,
+            correct={"tensors_differ": self.num_differing()},
+            tolerance=BIT_EQUAL,
+            floor=floor,
+            peer=(peer, theirs.us),
+        )
+
+    def receive_alone(self) -> None:
+        """The replica's work without a sender."""
+        times = self.replica.call("receive_alone", self.reps).result(CALL_S)
+        self.bench.record(
+            "weight_sync",
+            f"{self.label}, receiving side alone",
+            timing(times["device"]),
+            correct={"tensors_differ": times["differ"][0]},
+            tolerance=BIT_EQUAL,
+            floor=statistics.median(times["floor"]),
+            peer=("a write a tensor", statistics.median(times["writes"])),
+            value={"host_us_a_tensor": statistics.median(times["host"]) / self.num_tensors},
+        )
+
+
+def measure(bench: Bench, args: argparse.Namespace) -> None:
+    count = args.trainer_ranks + 1
+    devices = ["cpu"] * count if args.cpu else [f"cuda:{i}" for i in range(count)]
+    backend, reps = ("gloo", 5) if args.cpu else ("nccl", 20)
+    for quantization in args.quantization:
+        pair = Pair(bench, quantization, devices, backend, reps=reps, is_small=args.cpu)
+        try:
+            ours, floor = pair.syncs(args.chunk_mib << 20)
+            # Baselines want whole tensors on one rank.
+            if "baselines" in args.only and pair.num_ranks == 1:
+                pair.baselines(ours, floor)
+            if "receive" in args.only:
+                pair.receive_alone()
+        finally:
+            pair.end()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
+    parser.add_argument("--cpu", action="store_true", help="a small model over gloo")
+    parser.add_argument("--trainer-ranks", type=int, default=1)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--quantization", nargs="+", default=["none", "mxfp8"])
+    parser.add_argument("--chunk-mib", type=int, default=256, help="most of a round")
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    bench = Bench(args.seconds, args.results)
+    measure(bench, args)
+    print(bench.summary(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

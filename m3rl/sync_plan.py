@@ -1,0 +1,146 @@
+"""What a weight sync of a run will move, and how long it will take, from the model's config alone.
+
+Enters the runtime for its layouts: the name map and the split over ranks. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from inference.config import ConfigError, EngineConfig, ModelConfig
+from inference.memory import plan_memory
+from inference.models.name_map import TensorSpec, published_tensors
+from inference.parallel.config import ParallelConfig
+from inference.parallel.shards import runtime_shards
+from m3rl.types import TensorSlot
+from m3rl.weight_sync.layout import whole
+from m3rl.weight_sync.simulate import Links, Projection, simulate
+from m3rl.weight_sync.trainer_layout import TrainerShards, trainer_layout
+
+LINKS = Links()
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSetting:
+    """What decides about a run's syncs."""
+
+    model: ModelConfig
+    engine: EngineConfig
+    """Of every replica."""
+    trainer: TrainerShards = field(default_factory=TrainerShards)
+    replica: ParallelConfig = field(default_factory=ParallelConfig)
+    num_replicas: int = 1
+
+    def project(self) -> Projection:
+        """One sync of all replicas.
+
+        Raises:
+            ConfigError, LayoutError, PlanError: it cannot be split so.
+        """
+        model, repeats = one_layer_of_each_kind(self.model)
+        tensors = published_layout(model, self.engine.dtype)
+        ranks, workers = range(self.trainer.world), range(self.replica.world)
+        return simulate(
+            [trainer_layout(tensors, self.trainer, rank) for rank in ranks],
+            [runtime_layout(model, self.engine, self.replica, rank) for rank in workers],
+            num_replicas=self.num_replicas,
+            repeats=repeats,
+            links=LINKS,
+        )
+
+
+def one_layer_of_each_kind(model: ModelConfig) -> tuple[ModelConfig, dict[str, int]]:
+    """The model with one layer of each kind, and for the bucket of each how many it stands for.
+
+    Layouts follow from names, shapes and roles, and these are compared: what is planned for one
+    layer holds for all of its kind.
+    """
+    kinds = Counter(zip(model.layer_types, model.mlp_layer_types, strict=True))
+    attention, mlp = zip(*kinds, strict=True)
+    small = dataclasses.replace(
+        model, num_hidden_layers=len(kinds), layer_types=attention, mlp_layer_types=mlp
+    )
+    of_kind = dict(zip(kinds, _layers(small).values(), strict=True))
+    for number, layer in _layers(model).items():
+        kind = model.layer_types[number], model.mlp_layer_types[number]
+        assert layer == of_kind[kind], f"layer {number} is unlike others with {kind}"
+    return small, {f"layer.{i}": count for i, count in enumerate(kinds.values())}
+
+
+def published_layout(model: ModelConfig, dtype: str) -> list[TensorSlot]:
+    """Every published tensor, whole, as it is sent."""
+    return [_slot(spec, dtype) for spec in published_tensors(model)]
+
+
+def runtime_layout(
+    model: ModelConfig, engine: EngineConfig, parallel: ParallelConfig, rank: int
+) -> list[TensorSlot]:
+    """What a worker of a replica holds: what its engine's `weight_layout` will say.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
+    shards = runtime_shards(model, parallel, rank)
+    slots = []
+    for spec in published_tensors(model):
+        if spec.name in shards:
+            is_quantized = spec.is_quantized(engine.quantization)
+            slot = _slot(spec, "bfloat16" if is_quantized else engine.dtype)
+            storage = "mxfp8" if is_quantized else "plain"
+            bounds = shards[spec.name].bounds
+            slots.append(dataclasses.replace(slot, bounds=bounds, storage=storage))
+    return slots
+
+
+def sharded(setting: SyncSetting, num_gpus: int, gpu_bytes: int) -> SyncSetting | None:
+    """A way to use so many GPUs for a model that one cannot hold; None if no replica fits.
+
+    Half of them train, with FSDP and the experts split inside each node; the others are replicas
+    with data-parallel attention, each on the fewest GPUs (a power of two) that hold it. Whether the
+    trainer's shards fit is not looked at.
+    """
+    half = num_gpus // 2
+    for parallel in _expert_parallel(half):
+        try:
+            plan_memory(setting.model, setting.engine, parallel, gpu_bytes=gpu_bytes)
+        except ConfigError:
+            continue  # it does not divide, or is too large still
+        return dataclasses.replace(
+            setting,
+            trainer=TrainerShards(half, ep=math.gcd(half, LINKS.gpus_per_node)),
+            replica=parallel,
+            num_replicas=half // parallel.world,
+        )
+    return None
+
+
+def _expert_parallel(most: int) -> Iterator[ParallelConfig]:
+    size = 1
+    while size <= most:
+        yield ParallelConfig(tp=1, dp=size, ep=size)
+        size *= 2
+
+
+def _slot(spec: TensorSpec, dtype: str) -> TensorSlot:
+    return TensorSlot(
+        spec.name,
+        "float32" if spec.is_fp32 else dtype,
+        spec.shape,
+        whole(spec.shape),
+        spec.bucket,
+    )
+
+
+def _layers(model: ModelConfig) -> dict[int, list[tuple[object, ...]]]:
+    """All that a layout can depend on, of each layer."""
+    layers: dict[int, list[tuple[object, ...]]] = defaultdict(list)
+    for spec in published_tensors(model):
+        if spec.bucket.startswith("layer."):
+            number = int(spec.bucket.removeprefix("layer."))
+            inner = spec.name.removeprefix(f"model.{spec.bucket.replace('layer', 'layers')}.")
+            layers[number].append((inner, spec.shape, spec.role, spec.is_fp32))
+    return dict(layers)

@@ -1,0 +1,35 @@
+"""The bench of weight syncs without a GPU: a small model over gloo, end to end."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.weight_sync import bench_config
+from inference.config import ModelConfig
+from inference.models.weights import published_tensors
+
+
+def test_the_bench_moves_twenty_gigabytes_in_the_shapes_of_m3():
+    config = ModelConfig.from_dict(bench_config(is_small=False), source="bench")
+    elements = sum(math.prod(spec.shape) for spec in published_tensors(config))
+    assert 2 * elements > 20e9
+
+
+@pytest.mark.slow
+def test_the_small_form_records_syncs_baselines_and_the_receiving_side(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.weight_sync", "--cpu", "--results", str(tmp_path)]
+    subprocess.run([*command, "--quantization", "mxfp8"], check=True, timeout=250)
+    records = [json.loads(line) for line in (tmp_path / "weight_sync.jsonl").open()]
+    assert [record.get("peer") for record in records] == [
+        None,
+        None,
+        "packed broadcast in turn",
+        "packed broadcast overlapped",
+        "one call a tensor",
+        "a write a tensor",
+    ]
+    assert all(record["correct"] == {"tensors_differ": 0.0} for record in records)
+    assert records[0]["value"]["busiest_share"] == 1

@@ -89,12 +89,12 @@ class NcclTransport(Transport):
         posted = Posted([*sends, *receives])
         group = self._member()
         try:
-            group._start_coalescing(self._device)
+            group._start_coalescing()
             for transfer in sends:
                 group.send([transfer.wire], transfer.peer, transfer.tag)
             for transfer in receives:
                 group.recv([transfer.wire], transfer.peer, transfer.tag)
-            posted.works.append(group._end_coalescing(self._device))
+            posted.works.append(group._end_coalescing())
         except RuntimeError as error:
             raise self._failed(posted, error) from error
         return posted

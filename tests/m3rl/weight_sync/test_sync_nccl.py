@@ -43,7 +43,7 @@ class FakeGroup:
         self.round: list[tuple[str, torch.Tensor, int]] | None = None
         self.is_aborted = False
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def _start_coalescing(self) -> None:
         assert self.round is None, "a round is open"
         self.round = []
 
@@ -55,7 +55,7 @@ class FakeGroup:
         assert self.round is not None, "outside of a round"
         self.round.append(("recv", tensors[0], peer))
 
-    def _end_coalescing(self, device: torch.device) -> Done:
+    def _end_coalescing(self) -> Done:
         assert self.round is not None, "no round is open"
         ops, self.round = self.round, None
         with self.changed:

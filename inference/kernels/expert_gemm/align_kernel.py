@@ -4,11 +4,13 @@ An expert's last tile may be longer than the others by `tail_rows`: that costs l
 its own, which would fetch the weights again.
 
 A plan is one int32 tensor: how many tiles there are, then (expert, first, end) of each tile in
-sorted order, then the sorted pairs. Pair `t * A + a` is token t's a-th expert.
+sorted order, then the sorted pairs and the place of each. Pair `t * A + a` is token t's a-th
+expert.
 
     plan[0], plan[1]                 number of tiles, of pairs
     plan[4 + 4 * tile + (0, 1, 2)]   expert, first sorted row, first row behind
-    plan[4 + 4 * max_tiles + row]    pair of a sorted row
+    plan[order_start + row]          pair of a sorted row
+    plan[place_start + pair]         sorted row of a pair; anything where it is nobody's
 """
 
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_PAIRS_AT_ONCE = 512
+MAX_PAIRS_AT_ONCE = 2048
 """Up to here one launch compares all pairs with each other; above, chunks are counted first."""
 CHUNK = 256
 
@@ -31,12 +33,19 @@ class Plan:
     tile_rows: int
     max_tiles: int
     """Bounds the number of tiles by shapes alone."""
+    num_pairs: int
+    """Nobody's included."""
     tail_rows: int = 0
 
     @property
     def order_start(self) -> int:
         """Where in `data` the sorted pairs begin."""
         return 4 + 4 * self.max_tiles
+
+    @property
+    def place_start(self) -> int:
+        """Where in `data` the places of pairs begin."""
+        return self.order_start + self.num_pairs
 
 
 @triton.jit
@@ -56,6 +65,12 @@ def _write_tiles(plan_ptr, b_count, b_end, o_e, BLOCK_M: tl.constexpr, TAIL_M: t
         tl.store(p_tile + 1, b_first + i * BLOCK_M, mask=m_e)
         b_next = tl.where(i + 1 == b_tiles, b_end, b_first + (i + 1) * BLOCK_M)
         tl.store(p_tile + 2, b_next, mask=m_e)
+
+
+@triton.jit
+def _write_places(plan_ptr, order_start, num_pairs, o_pair, b_row, m_pair):
+    tl.store(plan_ptr + order_start + b_row, o_pair, mask=m_pair)
+    tl.store(plan_ptr + order_start + num_pairs + o_pair, b_row, mask=m_pair)
 
 
 @triton.jit(do_not_specialize=["order_start", "num_pairs"])
@@ -88,16 +103,17 @@ def _align_kernel(
         # [BLOCK_I]
         o_i = (pid - 1) * BLOCK_I + tl.arange(0, BLOCK_I)
         b_i = tl.load(ids_ptr + o_i, mask=o_i < num_pairs, other=-1)
-        b_row = tl.zeros([BLOCK_I], tl.int32)
-        for first in range(0, num_pairs, BLOCK_J):
+        # [BLOCK_I, BLOCK_J], summed over the pairs once
+        b_before = tl.zeros([BLOCK_I, BLOCK_J], tl.int32)
+        for first in tl.static_range(0, BLOCK_P, BLOCK_J):
             # [BLOCK_J]
             o_j = first + tl.arange(0, BLOCK_J)
             b_j = tl.load(ids_ptr + o_j, mask=o_j < num_pairs, other=-1)
             m_less = b_j[None, :] < b_i[:, None]
             m_same = (b_j[None, :] == b_i[:, None]) & (o_j[None, :] < o_i[:, None])
-            m_before = (m_less | m_same) & (b_j >= 0)[None, :]
-            b_row += tl.sum(m_before.to(tl.int32), 1)
-        tl.store(plan_ptr + order_start + b_row, o_i, mask=b_i >= 0)
+            b_before += ((m_less | m_same) & (b_j >= 0)[None, :]).to(tl.int32)
+        b_row = tl.sum(b_before, 1)
+        _write_places(plan_ptr, order_start, num_pairs, o_i, b_row, b_i >= 0)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -163,7 +179,7 @@ def _place_kernel(
         b_j = tl.load(ids_ptr + o_j, mask=o_j < num_pairs, other=-1)
         m_same = (b_j[None, :] == b_i[:, None]) & (o_j[None, :] < o_i[:, None])
         b_row += tl.sum(m_same.to(tl.int32), 1)
-    tl.store(plan_ptr + order_start + b_row, o_i, mask=b_i >= 0)
+    _write_places(plan_ptr, order_start, num_pairs, o_i, b_row, b_i >= 0)
 
 
 def align(
@@ -176,23 +192,25 @@ def align(
     num_pairs = ids_TA.numel()
     max_tiles = min(num_pairs, num_pairs // tile_rows + num_experts)
     plan = Plan(
-        torch.empty(4 + 4 * max_tiles + num_pairs, dtype=torch.int32, device=ids_TA.device),
+        torch.empty(4 + 4 * max_tiles + 2 * num_pairs, dtype=torch.int32, device=ids_TA.device),
         tile_rows,
         max_tiles,
+        num_pairs,
         tail_rows,
     )
     block_e = max(16, triton.next_power_of_2(num_experts))
     launch = {"USE_PDL": use_pdl, "launch_pdl": use_pdl, "num_warps": 4}
     if num_pairs <= MAX_PAIRS_AT_ONCE:
-        block_i = 32
+        block_p = max(16, triton.next_power_of_2(num_pairs))
+        block_i = 32 if num_pairs <= 512 else 16
         _align_kernel[(1 + triton.cdiv(num_pairs, block_i),)](
             ids_TA,
             plan.data,
             plan.order_start,
             num_pairs,
-            BLOCK_P=max(16, triton.next_power_of_2(num_pairs)),
+            BLOCK_P=block_p,
             BLOCK_I=block_i,
-            BLOCK_J=max(32, min(512, triton.next_power_of_2(num_pairs))),
+            BLOCK_J=min(512, block_p),
             BLOCK_E=block_e,
             BLOCK_M=tile_rows,
             TAIL_M=tail_rows,

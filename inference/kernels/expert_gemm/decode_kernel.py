@@ -218,12 +218,15 @@ def decode_down_kernel(
         tl.store(p_y, b_y, mask=m_m[None, :] & (o_n < HIDDEN)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["place_start"])
 def combine_kernel(
     y_ptr,
     ids_ptr,
+    plan_ptr,
+    weights_ptr,
     add_ptr,
     out_ptr,
+    place_start,
     HIDDEN: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_A: tl.constexpr,
@@ -233,7 +236,8 @@ def combine_kernel(
 ):
     """out[token] = Σ y of its pairs, in ascending expert id, + add.
 
-    The ids are read before the wait, as `decode_down_kernel` does.
+    With a plan rows of y are in its order, and not yet times their weights. Ids, places and weights
+    are read before the wait, as `decode_down_kernel` does.
     """
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -250,14 +254,26 @@ def combine_kernel(
     m_before = (m_less | m_same) & (b_ids >= 0)[None, :]
     b_rank = tl.where(b_ids < 0, BLOCK_A, tl.sum(m_before.to(tl.int32), 1))
     num_valid = tl.sum((b_ids >= 0).to(tl.int32), 0)
-    # The pair of each rank; ranks from num_valid on have none.
-    b_pair = tl.sum(tl.where(b_rank[None, :] == o_a[:, None], o_a[None, :], 0), 1) + i_t * TOPK
+    # The row of each rank; ranks from num_valid on have none.
+    m_rank = b_rank[None, :] == o_a[:, None]
+    if plan_ptr is None:
+        b_row = tl.sum(tl.where(m_rank, o_a[None, :], 0), 1) + i_t * TOPK
+    else:
+        o_pair = i_t * TOPK + o_a
+        p_place = plan_ptr + place_start + o_pair
+        b_place = tl.load(p_place, mask=o_a < TOPK, other=0, cache_modifier=".cg")
+        b_row = tl.sum(tl.where(m_rank, b_place[None, :], 0), 1).to(tl.int64)
+        b_weight = tl.load(weights_ptr + o_pair, mask=o_a < TOPK, other=0.0, cache_modifier=".cg")
+        b_weight = tl.sum(tl.where(m_rank, b_weight[None, :], 0.0), 1)
     # [BLOCK_A, BLOCK_C]
-    p_y = y_ptr + b_pair[:, None] * HIDDEN + o_c[None, :]
+    p_y = y_ptr + b_row[:, None] * HIDDEN + o_c[None, :]
     m_y = (o_a < num_valid)[:, None] & m_c[None, :]
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
-    b_out = tl.sum(tl.load(p_y, mask=m_y, other=0.0), 0)
+    b_y = tl.load(p_y, mask=m_y, other=0.0)
+    if plan_ptr is not None:
+        b_y *= b_weight[:, None]
+    b_out = tl.sum(b_y, 0)
     if HAS_ADD:
         b_out += tl.load(add_ptr + i_t * HIDDEN + o_c, mask=m_c, other=0.0).to(tl.float32)
     tl.store(out_ptr + i_t * HIDDEN + o_c, b_out.to(out_ptr.dtype.element_ty), mask=m_c)

@@ -291,9 +291,20 @@ def down(
 
 
 def combine(
-    y_XC: Tensor, ids_TA: Tensor, add_TC: Tensor | None, dtype: torch.dtype, *, use_pdl: bool
+    y_XC: Tensor,
+    ids_TA: Tensor,
+    add_TC: Tensor | None,
+    dtype: torch.dtype,
+    plan: Plan | None = None,
+    weights_TA: Tensor | None = None,
+    *,
+    use_pdl: bool,
 ) -> Tensor:
-    """Σ over a token's pairs, in ascending expert id, + `add_TC`, [T, C]."""
+    """Σ over a token's pairs, in ascending expert id, + `add_TC`, [T, C].
+
+    Rows of `y_XC` are pairs times their weights; with a plan they are in its order, and
+    `weights_TA` is applied here.
+    """
     num_tokens, topk = ids_TA.shape
     hidden = y_XC.shape[1]
     out_TC = torch.empty(num_tokens, hidden, dtype=dtype, device=y_XC.device)
@@ -301,8 +312,11 @@ def combine(
     combine_kernel[(num_tokens, triton.cdiv(hidden, block_c))](
         y_XC,
         ids_TA,
+        None if plan is None else plan.data,
+        weights_TA,
         y_XC if add_TC is None else add_TC.contiguous(),
         out_TC,
+        0 if plan is None else plan.place_start,
         HIDDEN=hidden,
         TOPK=topk,
         BLOCK_A=triton.next_power_of_2(topk),

@@ -1,4 +1,4 @@
-"""What follows a grouped product on Hopper: SwiGLU, the weights of pairs, the way to memory."""
+"""What follows a grouped product on Hopper: SwiGLU and the way to memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,37 +17,22 @@ def _halves(b_out):
 
 
 @gluon.jit
-def _store(
-    out_ptr, b_out, weights_ptr, p_order, row, num_rows, first, end, stride_out,
-    HAS_EDGE: gl.constexpr,
-):  # fmt: skip
-    """Columns `row`.. of tokens `first`.., or of the pairs that stand there times their weights."""
+def _store(out_ptr, b_out, row, num_rows, first, end, stride_out, HAS_EDGE: gl.constexpr):
+    """Columns `row`.. of tokens `first`.. ."""
     TOKENS: gl.constexpr = b_out.shape[1]
     if TOKENS > BOX:
         # Registers for the addresses of a few tokens only.
         b_low, b_high = _halves(b_out)
-        _store(
-            out_ptr, b_low, weights_ptr, p_order, row, num_rows, first, end, stride_out, HAS_EDGE
-        )
-        first += TOKENS // 2
-        _store(
-            out_ptr, b_high, weights_ptr, p_order, row, num_rows, first, end, stride_out, HAS_EDGE
-        )
+        _store(out_ptr, b_low, row, num_rows, first, end, stride_out, HAS_EDGE)
+        _store(out_ptr, b_high, row, num_rows, first + TOKENS // 2, end, stride_out, HAS_EDGE)
     else:
-        layout: gl.constexpr = b_out.type.layout
-        o_m = first + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
-        m_m = o_m < end
-        if weights_ptr is not None:
-            o_m = gl.load(p_order + o_m, mask=m_m, other=0)
-            b_out *= gl.load(weights_ptr + o_m, mask=m_m, other=0.0)[None, :]
         b_out = b_out.to(out_ptr.dtype.element_ty)
         if out_ptr.dtype.element_ty.primitive_bitwidth == 16:
-            wide: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-            b_out = gl.convert_layout(b_out, wide)
-            o_m = gl.convert_layout(o_m, gl.SliceLayout(0, wide))
-            m_m = gl.convert_layout(m_m, gl.SliceLayout(0, wide))
-        o_row = row + gl.arange(0, ROWS, gl.SliceLayout(1, b_out.type.layout))
-        m_out = m_m[None, :]
+            b_out = gl.convert_layout(b_out, gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
+        layout: gl.constexpr = b_out.type.layout
+        o_m = first + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+        o_row = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        m_out = (o_m < end)[None, :]
         if HAS_EDGE:
             m_out = m_out & (o_row < num_rows)[:, None]
         p_out = out_ptr + o_m.to(gl.int64)[None, :] * stride_out + o_row[:, None]
@@ -88,9 +73,8 @@ def _store_ordered(out_ptr, b_out, row, first, end, NUM_COLUMNS: gl.constexpr):
 
 @gluon.jit
 def finish(
-    b_0, b_1, out_ptr, weights_ptr, p_order, row, first, end, stride_out, act,
-    NUM_ROWS: gl.constexpr, STRIDE_PART: gl.constexpr, IS_SWIGLU: gl.constexpr,
-    IS_ORDERED: gl.constexpr,
+    b_0, b_1, out_ptr, row, first, end, stride_out, act, NUM_ROWS: gl.constexpr,
+    STRIDE_PART: gl.constexpr, IS_SWIGLU: gl.constexpr, IS_ORDERED: gl.constexpr,
 ):  # fmt: skip
     HAS_EDGE: gl.constexpr = NUM_ROWS % (4 * ROWS) != 0
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -100,8 +84,7 @@ def finish(
     elif IS_SWIGLU:
         # Rounded before, as in a dense MLP.
         b_h = _swiglu(b_0.to(dtype).to(gl.float32), b_1.to(dtype).to(gl.float32), act)
-        _store(out_ptr, b_h, weights_ptr, p_order, row, NUM_ROWS, first, end, stride_out, False)
+        _store(out_ptr, b_h, row, NUM_ROWS, first, end, stride_out, False)
     else:
-        _store(out_ptr, b_0, weights_ptr, p_order, row, NUM_ROWS, first, end, stride_out, HAS_EDGE)
-        row += STRIDE_PART
-        _store(out_ptr, b_1, weights_ptr, p_order, row, NUM_ROWS, first, end, stride_out, HAS_EDGE)
+        _store(out_ptr, b_0, row, NUM_ROWS, first, end, stride_out, HAS_EDGE)
+        _store(out_ptr, b_1, row + STRIDE_PART, NUM_ROWS, first, end, stride_out, HAS_EDGE)

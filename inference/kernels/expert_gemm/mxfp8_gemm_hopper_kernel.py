@@ -16,22 +16,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference.kernels.expert_gemm.align_kernel import Plan
 from inference.kernels.expert_gemm.mxfp8_config import Config
+from inference.kernels.expert_gemm.mxfp8_fetch_kernel import (
+    class_of,
+    num_tiles_m,
+    produce,
+    tile_of,
+    tokens_of,
+)
 from inference.kernels.expert_gemm.mxfp8_finish_kernel import finish
 from inference.kernels.expert_gemm.mxfp8_operands_kernel import (
     BOX,
     CHUNK,
     ROWS,
+    WORDS,
     half_of,
-    scales,
+    scale_words,
+    scales_of,
     widened,
 )
 from inference.kernels.hardware import num_multiprocessors
@@ -46,90 +53,8 @@ GROUP = 8
 """Neighbouring tiles of tokens that go over the same weights at the same time."""
 
 # Renamed between Triton 3.6 and 3.9.
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _Shared = gl.shared_memory_descriptor
 _reinterpret = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
-
-
-@gluon.jit
-def _tile_of(tile, num_m, num_n, group):
-    """(tile of tokens, tile of rows): `group` neighbouring tiles of tokens share weights in L2."""
-    per_group = group * num_n
-    first = tile // per_group * group
-    size = gl.minimum(num_m - first, group)
-    return first + tile % per_group % size, tile % per_group // size
-
-
-@gluon.jit
-def _tokens_of(plan_ptr, i_m, num_tokens, MAX_TOKENS: gl.constexpr):
-    """(expert, first sorted row, first behind) of a tile of tokens."""
-    if plan_ptr is None:
-        expert = i_m * 0
-        first = i_m * MAX_TOKENS
-        end = gl.minimum(first + MAX_TOKENS, num_tokens)
-    else:
-        expert = gl.load(plan_ptr + 4 + 4 * i_m)
-        first = gl.load(plan_ptr + 5 + 4 * i_m)
-        end = gl.load(plan_ptr + 6 + 4 * i_m)
-    return expert, first, end
-
-
-@gluon.jit
-def _num_tiles_m(plan_ptr, num_tokens, MAX_TOKENS: gl.constexpr):
-    if plan_ptr is not None:
-        return gl.load(plan_ptr)
-    else:
-        return (num_tokens + MAX_TOKENS - 1) // MAX_TOKENS
-
-
-@gluon.jit
-def _class(num_rows, BOXES: gl.constexpr):
-    """1, 2 or 4 boxes of tokens, and whether there is a tail."""
-    num_boxes = gl.where(num_rows <= 2 * BOX, gl.where(num_rows <= BOX, 1, 2), 4)
-    return gl.minimum(num_boxes, BOXES), num_rows > BOXES * BOX
-
-
-@gluon.jit
-def _produce(
-    x_desc, w_desc, ring, plan_ptr, num_tokens, num_n, group, NUM_ROWS: gl.constexpr,
-    SIZE: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_PART: gl.constexpr,
-    HAS_TAIL: gl.constexpr,
-):  # fmt: skip
-    x_boxes, tails, w_tiles, full, empty = ring
-    STAGES: gl.constexpr = full.shape[0]
-    BOXES: gl.constexpr = x_boxes.shape[0] // STAGES // 2
-    num_m = _num_tiles_m(plan_ptr, num_tokens, BOXES * BOX)
-    i_use = 0
-    for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        i_m, i_n = _tile_of(tile, num_m, num_n, group)
-        expert, first, end = _tokens_of(plan_ptr, i_m, num_tokens, BOXES * BOX)
-        num_boxes, is_more = _class(end - first, BOXES)
-        row = expert * NUM_ROWS + i_n * STRIDE_N
-        for k in range(0, SIZE, CHUNK):
-            stage = i_use % STAGES
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), ((i_use // STAGES) & 1) ^ 1)
-            # A number of bytes is a constant.
-            for log in gl.static_range(3):
-                if (1 << log) <= BOXES:
-                    is_so = (num_boxes == (1 << log)) & (is_more == 0)
-                    mbarrier.expect(bar, (4 * ROWS + 2 * (BOX << log)) * CHUNK, pred=is_so)
-            if HAS_TAIL:
-                mbarrier.expect(bar, (4 * ROWS + 2 * BOX * (BOXES + 1)) * CHUNK, pred=is_more)
-            for part in gl.static_range(2):
-                w_tile = w_tiles.index(stage * 2 + part)
-                _load(w_desc, [row + part * STRIDE_PART, k], bar, w_tile)
-            # The halves of the columns lie behind each other, of as many boxes as there are.
-            for half in gl.static_range(2):
-                column = k + half * (CHUNK // 2)
-                for i in gl.static_range(BOXES):
-                    x_box = x_boxes.index(stage * (2 * BOXES) + half * num_boxes + i)
-                    place = [first + i * BOX, column]
-                    _load(x_desc, place, bar, x_box, pred=i < num_boxes)
-                if HAS_TAIL:
-                    tail = tails.index(stage * 2 + half)
-                    _load(x_desc, [first + BOXES * BOX, column], bar, tail, pred=is_more)
-            i_use += 1
 
 
 @gluon.jit
@@ -174,128 +99,114 @@ def _products(
     tail_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 16])
     b_tail_0 = gl.zeros([ROWS, BOX], gl.float32, tail_mma)
     b_tail_1 = gl.zeros([ROWS, BOX], gl.float32, tail_mma)
-    b_scale_0 = scales(p_scale, row, num_rows, 0, ROWS, SIZE, HAS_EDGE)
-    b_scale_1 = scales(p_scale, row + STRIDE_PART, num_rows, 0, ROWS, SIZE, HAS_EDGE)
-    stage = i_use % STAGES
-    mbarrier.wait(full.index(stage), (i_use // STAGES) & 1)
-    b_w = widened(half_of(w_tiles.index(stage * 4 + w), 0), b_scale_0, mma)
-    for k in range(0, SIZE, CHUNK):
-        # Those of the next step; of the last one again.
-        p_scale += gl.where(k + CHUNK < SIZE, CHUNK // 32, 0)
-        b_scale_next = scales(p_scale, row, num_rows, 0, ROWS, SIZE, HAS_EDGE)
-        b_scale_next_1 = scales(p_scale, row + STRIDE_PART, num_rows, 0, ROWS, SIZE, HAS_EDGE)
-        w_0 = w_tiles.index(stage * 4 + w)
-        w_1 = w_tiles.index(stage * 4 + 2 + w)
-        i_x = stage * PER_STAGE
-        i_tail = stage * 2
-        # Half a block is widened while the half before is multiplied.
-        b_0, b_tail_0, b_1, b_tail_1 = _multiply(
-            b_w, (x_tiles, tails), i_x, i_tail, (b_0, b_tail_0, b_1, b_tail_1), HAS_TAIL
-        )
-        b_w = widened(half_of(w_0, 1), b_scale_0, mma)
-        b_0, b_tail_0, b_1, b_tail_1 = _multiply(
-            b_w, (x_tiles, tails), i_x + 1, i_tail + 1, (b_0, b_tail_0, b_1, b_tail_1), HAS_TAIL
-        )
-        b_w = widened(half_of(w_1, 0), b_scale_1, mma)
-        b_1, b_tail_1, b_0, b_tail_0 = _multiply(
-            b_w, (x_tiles, tails), i_x, i_tail, (b_1, b_tail_1, b_0, b_tail_0), HAS_TAIL
-        )
-        b_w = widened(half_of(w_1, 1), b_scale_1, mma)
-        b_1, b_tail_1, b_0, b_tail_0 = _multiply(
-            b_w, (x_tiles, tails), i_x + 1, i_tail + 1, (b_1, b_tail_1, b_0, b_tail_0), HAS_TAIL
-        )
-        # Of the next step; nothing comes of it after the last one.
-        i_use += 1
-        next_stage = i_use % STAGES
-        mbarrier.wait(full.index(next_stage), (i_use // STAGES) & 1, pred=k + CHUNK < SIZE)
-        b_scale_0 = b_scale_next
-        b_scale_1 = b_scale_next_1
-        b_w = widened(half_of(w_tiles.index(next_stage * 4 + w), 0), b_scale_0, mma)
-        b_0, b_tail_0, b_1, b_tail_1 = _wait(0, (b_0, b_tail_0, b_1, b_tail_1), HAS_TAIL)
-        mbarrier.arrive(empty.index(stage))
-        stage = next_stage
+    NUM: gl.constexpr = SIZE // CHUNK
+    b_next_0 = scale_words(p_scale, row, num_rows, 0, SIZE, HAS_EDGE)
+    b_next_1 = scale_words(p_scale, row + STRIDE_PART, num_rows, 0, SIZE, HAS_EDGE)
+    for first in range(0, NUM, WORDS):
+        b_words_0 = b_next_0
+        b_words_1 = b_next_1
+        b_next_0 = scale_words(p_scale, row, num_rows, first + WORDS, SIZE, HAS_EDGE)
+        b_next_1 = scale_words(p_scale, row + STRIDE_PART, num_rows, first + WORDS, SIZE, HAS_EDGE)
+        for i in range(0, WORDS if NUM % WORDS == 0 else gl.minimum(WORDS, NUM - first)):
+            stage = i_use % STAGES
+            b_scale_0 = scales_of(b_words_0, i)
+            b_scale_1 = scales_of(b_words_1, i)
+            w_0 = w_tiles.index(stage * 4 + w)
+            w_1 = w_tiles.index(stage * 4 + 2 + w)
+            i_x = stage * PER_STAGE
+            i_tail = stage * 2
+            mbarrier.wait(full.index(stage), (i_use // STAGES) & 1)
+            # Half a block is widened while the half before is multiplied.
+            b_w = widened(half_of(w_0, 0), b_scale_0, mma)
+            b_0, b_tail_0, b_1, b_tail_1 = _multiply(
+                b_w, (x_tiles, tails), i_x, i_tail, (b_0, b_tail_0, b_1, b_tail_1), HAS_TAIL
+            )
+            b_w = widened(half_of(w_0, 1), b_scale_0, mma)
+            b_0, b_tail_0, b_1, b_tail_1 = _multiply(
+                b_w, (x_tiles, tails), i_x + 1, i_tail + 1, (b_0, b_tail_0, b_1, b_tail_1), HAS_TAIL
+            )
+            b_w = widened(half_of(w_1, 0), b_scale_1, mma)
+            b_1, b_tail_1, b_0, b_tail_0 = _multiply(
+                b_w, (x_tiles, tails), i_x, i_tail, (b_1, b_tail_1, b_0, b_tail_0), HAS_TAIL
+            )
+            b_w = widened(half_of(w_1, 1), b_scale_1, mma)
+            b_1, b_tail_1, b_0, b_tail_0 = _multiply(
+                b_w, (x_tiles, tails), i_x + 1, i_tail + 1, (b_1, b_tail_1, b_0, b_tail_0), HAS_TAIL
+            )
+            b_0, b_tail_0, b_1, b_tail_1 = _wait(0, (b_0, b_tail_0, b_1, b_tail_1), HAS_TAIL)
+            mbarrier.arrive(empty.index(stage))
+            i_use += 1
     return b_0, b_1, b_tail_0, b_tail_1
 
 
 @gluon.jit
 def _consume_tile(
-    w: gl.constexpr, out_ptr, weights_ptr, p_order, p_scale, ring, i_use, row, first, end,
-    stride_out, act, TOKENS: gl.constexpr, NUM_ROWS: gl.constexpr, SIZE: gl.constexpr,
-    STRIDE_PART: gl.constexpr, IS_SWIGLU: gl.constexpr, IS_ORDERED: gl.constexpr,
-    HAS_TAIL: gl.constexpr,
+    w: gl.constexpr, out_ptr, p_scale, ring, i_use, row, first, end, stride_out, act,
+    TOKENS: gl.constexpr, NUM_ROWS: gl.constexpr, SIZE: gl.constexpr, STRIDE_PART: gl.constexpr,
+    IS_SWIGLU: gl.constexpr, IS_ORDERED: gl.constexpr, HAS_TAIL: gl.constexpr,
 ):  # fmt: skip
     HAS_EDGE: gl.constexpr = NUM_ROWS % (4 * ROWS) != 0
     b_0, b_1, b_tail_0, b_tail_1 = _products(
         w, ring, p_scale, i_use, row, NUM_ROWS, TOKENS, SIZE, STRIDE_PART, HAS_EDGE, HAS_TAIL
     )
     finish(
-        b_0, b_1, out_ptr, weights_ptr, p_order, row, first, end, stride_out, act, NUM_ROWS,
-        STRIDE_PART, IS_SWIGLU, IS_ORDERED,
+        b_0, b_1, out_ptr, row, first, end, stride_out, act, NUM_ROWS, STRIDE_PART, IS_SWIGLU,
+        IS_ORDERED,
     )  # fmt: skip
     if HAS_TAIL:
         finish(
-            b_tail_0, b_tail_1, out_ptr, weights_ptr, p_order, row, first + TOKENS, end, stride_out,
-            act, NUM_ROWS, STRIDE_PART, IS_SWIGLU, IS_ORDERED,
+            b_tail_0, b_tail_1, out_ptr, row, first + TOKENS, end, stride_out, act, NUM_ROWS,
+            STRIDE_PART, IS_SWIGLU, IS_ORDERED,
         )  # fmt: skip
 
 
 @gluon.jit
 def _consume(
-    w: gl.constexpr, out_ptr, weights_ptr, scale_ptr, plan_ptr, order_start, ring, num_tokens,
-    num_n, group, stride_out, act, NUM_ROWS: gl.constexpr, SIZE: gl.constexpr,
-    STRIDE_N: gl.constexpr, STRIDE_PART: gl.constexpr, IS_SWIGLU: gl.constexpr,
-    IS_ORDERED: gl.constexpr, HAS_TAIL: gl.constexpr,
+    w: gl.constexpr, out_ptr, scale_ptr, plan_ptr, ring, num_tokens, num_n, group, stride_out, act,
+    NUM_ROWS: gl.constexpr, SIZE: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_PART: gl.constexpr,
+    IS_SWIGLU: gl.constexpr, IS_ORDERED: gl.constexpr, HAS_TAIL: gl.constexpr,
 ):  # fmt: skip
     BOXES: gl.constexpr = ring[0].shape[0] // ring[3].shape[0] // 2
-    num_m = _num_tiles_m(plan_ptr, num_tokens, BOXES * BOX)
-    p_order = plan_ptr
-    if plan_ptr is not None:
-        p_order = plan_ptr + order_start
+    num_m = num_tiles_m(plan_ptr, num_tokens, BOXES * BOX)
     i_use = 0
     for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        i_m, i_n = _tile_of(tile, num_m, num_n, group)
-        expert, first, end = _tokens_of(plan_ptr, i_m, num_tokens, BOXES * BOX)
-        num_boxes, is_more = _class(end - first, BOXES)
+        i_m, i_n = tile_of(tile, num_m, num_n, group)
+        expert, first, end = tokens_of(plan_ptr, i_m, num_tokens, BOXES * BOX)
+        num_boxes, is_more = class_of(end - first, BOXES)
         row = i_n * STRIDE_N + w * ROWS
-        p_scale = scale_ptr + expert.to(gl.int64) * (NUM_ROWS * (SIZE // 32))
+        p_scale = scale_ptr + expert.to(gl.int64) * (NUM_ROWS * (SIZE // CHUNK))
         for log in gl.static_range(3):
             if (1 << log) <= BOXES:  # noqa: SIM102
                 if (num_boxes == (1 << log)) & (is_more == 0):
                     _consume_tile(
-                        w, out_ptr, weights_ptr, p_order, p_scale, ring, i_use, row, first, end,
-                        stride_out, act, BOX << log, NUM_ROWS, SIZE, STRIDE_PART, IS_SWIGLU,
-                        IS_ORDERED, False,
+                        w, out_ptr, p_scale, ring, i_use, row, first, end, stride_out, act,
+                        BOX << log, NUM_ROWS, SIZE, STRIDE_PART, IS_SWIGLU, IS_ORDERED, False,
                     )  # fmt: skip
         if HAS_TAIL:  # noqa: SIM102
             if is_more:
                 _consume_tile(
-                    w, out_ptr, weights_ptr, p_order, p_scale, ring, i_use, row, first, end,
-                    stride_out, act, BOX * BOXES, NUM_ROWS, SIZE, STRIDE_PART, IS_SWIGLU,
-                    IS_ORDERED, True,
+                    w, out_ptr, p_scale, ring, i_use, row, first, end, stride_out, act,
+                    BOX * BOXES, NUM_ROWS, SIZE, STRIDE_PART, IS_SWIGLU, IS_ORDERED, True,
                 )  # fmt: skip
         i_use += SIZE // CHUNK
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "order_start", "group"])
+@gluon.jit(do_not_specialize=["num_tokens", "group"])
 def product_kernel(
-    x_desc, w_desc, scale_ptr, out_ptr, weights_ptr, plan_ptr, order_start, num_tokens, group,
-    stride_out, alpha, limit, beta, NUM_ROWS: gl.constexpr, SIZE: gl.constexpr,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, IS_SWIGLU: gl.constexpr,
-    IS_ORDERED: gl.constexpr, HAS_TAIL: gl.constexpr, REGISTERS: gl.constexpr,
+    x_desc, w_desc, scale_ptr, out_ptr, plan_ptr, num_tokens, group, stride_out, alpha, limit, beta,
+    NUM_ROWS: gl.constexpr, SIZE: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    IS_SWIGLU: gl.constexpr, IS_ORDERED: gl.constexpr, HAS_TAIL: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Rows of `w_desc`, NUM_ROWS an expert, times the tokens that are an expert's by the plan.
 
     Without a plan all are the only expert's. With SwiGLU a tile holds gates and their ups.
     """
-    # In this order: kernels behind read the ids before they wait.
-    gdc_wait()
-    gdc_launch_dependents()
     STRIDE_N: gl.constexpr = 2 * ROWS if IS_SWIGLU else 4 * ROWS
     STRIDE_PART: gl.constexpr = NUM_ROWS // 2 if IS_SWIGLU else 2 * ROWS
     COLUMNS: gl.constexpr = NUM_ROWS // 2 if IS_SWIGLU else NUM_ROWS
     num_n: gl.constexpr = (COLUMNS + STRIDE_N - 1) // STRIDE_N
-    w_pairs = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, 2 * ROWS, CHUNK], W_LAYOUT)
-    w_tiles = _reinterpret(w_pairs, gl.uint8, [STAGES * 4, ROWS, CHUNK], W_LAYOUT)
+    w_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * 4, ROWS, CHUNK], W_LAYOUT)
     x_boxes = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES * (TOKENS // BOX) * 2, BOX, CHUNK // 2], X_LAYOUT
     )
@@ -311,15 +222,14 @@ def product_kernel(
     act = alpha, limit, beta
     gl.warp_specialize(
         [
-            (_consume, (0, out_ptr, weights_ptr, scale_ptr, plan_ptr, order_start, ring, num_tokens,
-                        num_n, group, stride_out, act, NUM_ROWS, SIZE, STRIDE_N, STRIDE_PART,
-                        IS_SWIGLU, IS_ORDERED, HAS_TAIL)),
-            (_consume, (1, out_ptr, weights_ptr, scale_ptr, plan_ptr, order_start, ring, num_tokens,
-                        num_n, group, stride_out, act, NUM_ROWS, SIZE, STRIDE_N, STRIDE_PART,
-                        IS_SWIGLU, IS_ORDERED, HAS_TAIL)),
-            (_produce, (x_desc, w_desc, (x_boxes, tails, w_pairs, full, empty), plan_ptr,
-                        num_tokens, num_n, group, NUM_ROWS, SIZE, STRIDE_N, STRIDE_PART,
+            (_consume, (0, out_ptr, scale_ptr, plan_ptr, ring, num_tokens, num_n, group, stride_out,
+                        act, NUM_ROWS, SIZE, STRIDE_N, STRIDE_PART, IS_SWIGLU, IS_ORDERED,
                         HAS_TAIL)),
+            (_consume, (1, out_ptr, scale_ptr, plan_ptr, ring, num_tokens, num_n, group, stride_out,
+                        act, NUM_ROWS, SIZE, STRIDE_N, STRIDE_PART, IS_SWIGLU, IS_ORDERED,
+                        HAS_TAIL)),
+            (produce, (x_desc, w_desc, ring, plan_ptr, num_tokens, num_n, group, NUM_ROWS, SIZE,
+                       STRIDE_N, STRIDE_PART, HAS_TAIL)),
         ],
         [4, 1],
         REGISTERS,
@@ -337,6 +247,7 @@ def fits(x_TX: Tensor, weight: MXFP8Tensor, *, is_swiglu: bool) -> bool:
         and weight.values.is_contiguous()
         and weight.scale.is_contiguous()
         and weight.values.data_ptr() % 16 == 0
+        and weight.scale.data_ptr() % 4 == 0
     )
 
 
@@ -346,19 +257,20 @@ def product(
     out_XY: Tensor,
     config: Config,
     plan: Plan | None = None,
-    weights_TA: Tensor | None = None,
     act: tuple[float, float, float] | None = None,
     *,
     is_ordered: bool = False,
 ) -> Tensor:
     """Write x wᵀ of every row of `x_XX` and the expert that it is sorted to.
 
+    The kernel in front is `ordered` or `product`: while it ends, weights and plan are read. Both
+    let this one start only after whatever wrote these has ended.
+
     Args:
         x_XX: [rows, X] from `ordered`, or the output of a product with `is_ordered`.
         weight: [E, Y, X]; [Y, X] without a plan.
         out_XY: BF16 or FP32; [rows, Y], or [rows, Y / 2] with `act`.
         plan: of tiles and tails as in `config`; None: all rows are the only expert's.
-        weights_TA: FP32: rows leave in the order of pairs, times their weights.
         act: (alpha, limit, beta) of swiglu_oai; gates are the first half of the rows.
         is_ordered: columns of the output are in the order of a right operand.
     """
@@ -370,12 +282,10 @@ def product(
     values = weight.values.view(torch.uint8).view(-1, size)
     product_kernel[(min(num_m * num_n, num_multiprocessors(x_XX.device)),)](
         _describe(x_XX, [BOX.value, CHUNK.value // 2], X_LAYOUT),
-        _describe(values, [2 * ROWS.value, CHUNK.value], W_LAYOUT),
-        weight.scale,
+        _describe(values, [ROWS.value, CHUNK.value], W_LAYOUT),
+        weight.scale.view(torch.int32),
         out_XY,
-        weights_TA,
         None if plan is None else plan.data,
-        0 if plan is None else plan.order_start,
         x_XX.shape[0],
         GROUP,
         out_XY.stride(0),

@@ -2,7 +2,8 @@
 
 As in `kernel.py`, but weights are read as bytes with their scales and widened exactly to the dtype
 of the tokens: to BF16 that is exact as long as a scale byte is at most 134. On Hopper the products
-are those of `mxfp8_gemm_hopper_kernel.py`; `widened_product_kernel` serves everything else.
+are those of `mxfp8_gemm_hopper_kernel.py`; `widened_product_kernel` serves everything else. Both
+leave rows in the plan's order: the sum finds them, and multiplies them by their weights.
 """
 
 import torch
@@ -26,7 +27,6 @@ def widened_product_kernel(
     x_ptr,
     values_ptr,
     scale_ptr,
-    weights_ptr,
     plan_ptr,
     out_ptr,
     order_start,
@@ -41,7 +41,7 @@ def widened_product_kernel(
     BLOCK_K: tl.constexpr,
     IS_GATE_UP: tl.constexpr,
 ):
-    """out[row] = swiglu_oai(w13 x[token]), or out[pair] = weight · w2 x[row]."""
+    """out[row] = swiglu_oai(w13 x[token]), or out[row] = w2 x[row]."""
     COLUMNS: tl.constexpr = NUM_ROWS // 2 if IS_GATE_UP else NUM_ROWS
     num_n: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     num_tiles = tl.load(plan_ptr) * num_n
@@ -53,8 +53,9 @@ def widened_product_kernel(
         m_m = o_m < tl.load(p_tile + 2)
         o_n = tile % num_n * BLOCK_N + tl.arange(0, BLOCK_N)
         m_n = o_n < COLUMNS
-        b_pair = tl.load(plan_ptr + order_start + o_m, mask=m_m, other=0)
-        o_x = b_pair // TOPK if IS_GATE_UP else o_m
+        o_x = o_m
+        if IS_GATE_UP:
+            o_x = tl.load(plan_ptr + order_start + o_m, mask=m_m, other=0) // TOPK
         p_x = x_ptr + o_x.to(tl.int64)[:, None] * SIZE + o_k
         o_row = (tl.load(p_tile).to(tl.int64) * NUM_ROWS + o_n)[:, None]
         p_w = values_ptr + o_row * SIZE + o_k
@@ -75,13 +76,9 @@ def widened_product_kernel(
         if IS_GATE_UP:
             b_acc = tl.minimum(b_acc, limit)
             b_up = tl.minimum(tl.maximum(b_up, -limit), limit)
-            b_out = b_acc * tl.sigmoid(alpha * b_acc) * (b_up + beta)
-            o_out = o_m
-        else:
-            b_out = b_acc * tl.load(weights_ptr + b_pair, mask=m_m, other=0.0)[:, None]
-            o_out = b_pair
-        p_out = out_ptr + o_out.to(tl.int64)[:, None] * COLUMNS + o_n[None, :]
-        tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+            b_acc = b_acc * tl.sigmoid(alpha * b_acc) * (b_up + beta)
+        p_out = out_ptr + o_m.to(tl.int64)[:, None] * COLUMNS + o_n[None, :]
+        tl.store(p_out, b_acc.to(out_ptr.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
 
 def grouped(
@@ -113,12 +110,12 @@ def grouped(
     x_TC, ids_TA, weights_TA = (tensor.contiguous() for tensor in (x_TC, ids_TA, weights_TA))
     add_TC = _shared(x_TC, shared, *act)
     if _on_hopper(x_TC, w13, w2):
-        y_XC = _products_on_hopper(x_TC, w13, w2, ids_TA, weights_TA, act, num_routed)
+        y_XC, plan = _products_on_hopper(x_TC, w13, w2, ids_TA, act, num_routed)
     else:
         plan = align(ids_TA, w13.shape[0], TILE_ROWS, use_pdl=use_pdl)
-        h_XI = _product(x_TC, w13, plan, ids_TA, weights_TA, act, x_TC.dtype)
-        y_XC = _product(h_XI, w2, plan, ids_TA, weights_TA, None, torch.float32)
-    return combine(y_XC, ids_TA, add_TC, x_TC.dtype, use_pdl=use_pdl)
+        h_XI = _product(x_TC, w13, plan, ids_TA, act, x_TC.dtype)
+        y_XC = _product(h_XI, w2, plan, ids_TA, None, torch.float32)
+    return combine(y_XC, ids_TA, add_TC, x_TC.dtype, plan, weights_TA, use_pdl=use_pdl)
 
 
 def _on_hopper(x_TC: Tensor, w13: MXFP8Tensor, w2: MXFP8Tensor) -> bool:
@@ -134,11 +131,10 @@ def _products_on_hopper(
     w13: MXFP8Tensor,
     w2: MXFP8Tensor,
     ids_TA: Tensor,
-    weights_TA: Tensor,
     act: tuple[float, float, float],
     num_routed: int | None,
-) -> Tensor:
-    """weight · w2 swiglu_oai(w13 x) of every pair, [T * A, C] FP32."""
+) -> tuple[Tensor, Plan]:
+    """w2 swiglu_oai(w13 x) of every pair, [T * A, C] FP32 in the plan's order, and the plan."""
     from inference.kernels.expert_gemm import mxfp8_gemm_hopper_kernel as hopper
     from inference.kernels.expert_gemm.mxfp8_operands_kernel import ordered
 
@@ -148,9 +144,9 @@ def _products_on_hopper(
     plan = align(ids_TA, num_experts, config.tokens, config.tail_rows, use_pdl=True)
     x_XC = ordered(x_TC, plan, ids_TA, use_pdl=True)
     h_XI = x_TC.new_empty(num_pairs, width)
-    hopper.product(x_XC, w13, h_XI, config, plan, act=act, is_ordered=True)
+    hopper.product(x_XC, w13, h_XI, config, plan, act, is_ordered=True)
     y_XC = x_TC.new_empty(num_pairs, hidden, dtype=torch.float32)
-    return hopper.product(h_XI, w2, y_XC, config, plan, weights_TA)
+    return hopper.product(h_XI, w2, y_XC, config, plan), plan
 
 
 def _product(
@@ -158,7 +154,6 @@ def _product(
     weight: MXFP8Tensor,
     plan: Plan,
     ids_TA: Tensor,
-    weights_TA: Tensor,
     act: tuple[float, float, float] | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
@@ -173,7 +168,6 @@ def _product(
         x_XX,
         weight.values.contiguous().view(torch.uint8),
         weight.scale.contiguous(),
-        weights_TA,
         plan.data,
         out_XY,
         plan.order_start,

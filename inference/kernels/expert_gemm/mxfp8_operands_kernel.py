@@ -28,6 +28,8 @@ ROWS = gl.constexpr(64)
 """Of a block of weights; a warpgroup has two, a program four."""
 
 BOX = gl.constexpr(config.BOX)
+WORDS = gl.constexpr(4)
+"""Steps whose scales are read together: a step's four of a row are a word."""
 
 _WIDEN = gl.constexpr("""{
 .reg .b32 odd, even, sign;
@@ -85,6 +87,43 @@ def scales(
     return b_scale
 
 
+@gluon.constexpr_function
+def _words_layout():
+    """[rows, WORDS]: a thread has a word of each of two rows, 8 rows apart."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+
+
+@gluon.jit
+def scale_words(
+    p_scale, row, num_rows, first_step, SIZE: gl.constexpr, HAS_EDGE: gl.constexpr
+):  # fmt: skip
+    """Scale bytes of WORDS steps, [rows, WORDS] int32; zeros behind the last step."""
+    layout: gl.constexpr = _words_layout()
+    NUM: gl.constexpr = SIZE // CHUNK
+    o_row = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    o_step = first_step + gl.arange(0, WORDS, gl.SliceLayout(0, layout))
+    m_word = (o_step < NUM)[None, :]
+    if HAS_EDGE:
+        m_word = m_word & (o_row < num_rows)[:, None]
+    return gl.load(p_scale + o_row[:, None] * NUM + o_step[None, :], mask=m_word, other=0)
+
+
+@gluon.jit
+def scales_of(b_words, i):
+    """Scale bytes of the i-th of WORDS steps, [rows, 4]."""
+    layout: gl.constexpr = _words_layout()
+    b_word = gl.gather(b_words, gl.full([ROWS, WORDS], 0, gl.int32, layout) + i, 1)
+    o_block = gl.arange(0, CHUNK // 32, gl.SliceLayout(0, layout))
+    b_scale = (b_word >> (8 * o_block)[None, :]) & 0xFF
+    return gl.convert_layout(b_scale, gl.SliceLayout(2, _bytes_layout()), assert_trivial=True)
+
+
 @gluon.jit
 def bytes_of(w_tile):
     """[rows, 4 blocks, 32 columns] of bytes from shared memory, a block a thread."""
@@ -103,7 +142,7 @@ def half_of(w_tile, half: gl.constexpr):
 def widened(b_bytes, b_scale, mma: gl.constexpr):
     """[rows, columns] BF16 as the left operand of a product, columns in the other order.
 
-    Of bytes from `bytes_of` or `half_of` and the scale bytes from `scales`.
+    Of bytes from `bytes_of` or `half_of` and the scale bytes from `scales` or `scales_of`.
     """
     WIDTH: gl.constexpr = b_bytes.shape[2]
     layout: gl.constexpr = _bytes_layout(WIDTH)
@@ -120,40 +159,53 @@ def widened(b_bytes, b_scale, mma: gl.constexpr):
     return gl.convert_layout(b_w, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
 
 
-@triton.jit(do_not_specialize=["order_start", "num_rows"])
+@triton.jit(do_not_specialize=["place_start", "num_chunks"])
 def _ordered_kernel(
     x_ptr,
     out_ptr,
+    ids_ptr,
     plan_ptr,
-    order_start,
-    num_rows,
+    place_start,
+    num_chunks,
     stride_x,
     SIZE: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """BLOCK chunks of 128 columns: out[row] = x[token of the row], columns in the other order."""
+    """BLOCK chunks of 128 columns: out[place] = x[token], columns in the other order.
+
+    A token is read once, whatever number of experts it has here, if any.
+    """
     if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        # In this order: `product` reads the plan before it waits.
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     o_chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    o_row = o_chunk // (SIZE // 128)
-    if plan_ptr is None:
-        m_row = o_row < num_rows
-        b_token = o_row
-    else:
-        m_row = o_row < tl.load(plan_ptr + 1)
-        b_token = tl.load(plan_ptr + order_start + o_row, mask=m_row, other=0) // TOPK
+    m_chunk = o_chunk < num_chunks
+    o_token = o_chunk // (SIZE // 128)
+    m_token = m_chunk
+    if plan_ptr is not None:
+        m_token = o_token < 0
+        for a in tl.static_range(TOPK):
+            b_id = tl.load(ids_ptr + o_token * TOPK + a, mask=m_chunk, other=-1)
+            m_token = m_token | (b_id >= 0)
     # [BLOCK, 128]
     o_k = tl.arange(0, 128)[None, :]
     o_k += (o_chunk % (SIZE // 128) * 128)[:, None]
-    p_x = x_ptr + b_token.to(tl.int64)[:, None] * stride_x + o_k
-    b_x = tl.load(p_x, mask=m_row[:, None], other=0.0)
+    p_x = x_ptr + o_token.to(tl.int64)[:, None] * stride_x + o_k
+    b_x = tl.load(p_x, mask=m_token[:, None], other=0.0)
     # t j e h -> j h t e
     b_x = b_x.reshape(BLOCK, 4, 8, 2, 2).permute(0, 2, 4, 1, 3).reshape(BLOCK, 128)
-    p_out = out_ptr + o_row.to(tl.int64)[:, None] * SIZE + o_k
-    tl.store(p_out, b_x, mask=m_row[:, None])
+    for a in tl.static_range(TOPK):
+        o_row = o_token
+        m_row = m_chunk
+        if plan_ptr is not None:
+            o_pair = o_token * TOPK + a
+            m_row = tl.load(ids_ptr + o_pair, mask=m_chunk, other=-1) >= 0
+            o_row = tl.load(plan_ptr + place_start + o_pair, mask=m_row, other=0)
+        p_out = out_ptr + o_row.to(tl.int64)[:, None] * SIZE + o_k
+        tl.store(p_out, b_x, mask=m_row[:, None])
 
 
 def ordered(
@@ -163,13 +215,14 @@ def ordered(
     num_tokens, size = x_TX.shape
     num_rows, topk = (num_tokens, 1) if ids_TA is None else (ids_TA.numel(), ids_TA.shape[1])
     out_XX = torch.empty(num_rows, size, dtype=x_TX.dtype, device=x_TX.device)
-    block = 32
-    _ordered_kernel[(triton.cdiv(num_rows * (size // 128), block),)](
+    block, num_chunks = 32, num_tokens * (size // 128)
+    _ordered_kernel[(triton.cdiv(num_chunks, block),)](
         x_TX,
         out_XX,
+        ids_TA,
         None if plan is None else plan.data,
-        0 if plan is None else plan.order_start,
-        num_rows,
+        0 if plan is None else plan.place_start,
+        num_chunks,
         x_TX.stride(0),
         SIZE=size,
         TOPK=topk,

@@ -118,7 +118,7 @@ def test_no_tokens(kernel_device):
 
 @pytest.mark.parametrize(
     ("num_pairs", "num_experts", "tile_rows", "tail"),
-    [(2, 3, 16, 0), (300, 20, 16, 0), (300, 20, 16, 8), (700, 5, 32, 16)],
+    [(2, 3, 16, 0), (300, 20, 16, 0), (300, 20, 16, 8), (700, 5, 32, 16), (2100, 5, 32, 16)],
 )
 def test_a_plan_lists_every_pair_once_sorted_and_in_tiles(
     kernel_device, num_pairs, num_experts, tile_rows, tail
@@ -130,8 +130,10 @@ def test_a_plan_lists_every_pair_once_sorted_and_in_tiles(
     data = plan.data.tolist()
     flat = ids.flatten()
     wanted = torch.sort(flat, stable=True).indices[int((flat < 0).sum()) :].tolist()
-    order = data[4 + 4 * plan.max_tiles :]
-    assert order[: len(wanted)] == wanted
+    assert data[plan.order_start : plan.order_start + len(wanted)] == wanted
+    places = data[plan.place_start :]
+    assert len(places) == num_pairs
+    assert [places[pair] for pair in wanted] == list(range(len(wanted)))
     tiles = [tuple(data[4 + 4 * i : 7 + 4 * i]) for i in range(data[0])]
     assert len(tiles) <= plan.max_tiles
     rows = [(expert, row) for expert, first, end in tiles for row in range(first, end)]
@@ -140,6 +142,18 @@ def test_a_plan_lists_every_pair_once_sorted_and_in_tiles(
     experts = [expert for expert, _, _ in tiles]
     sizes = [(experts.count(expert), int((flat == expert).sum())) for expert in set(experts)]
     assert all(count == max(1, -(-(rows - tail) // tile_rows)) for count, rows in sizes)
+
+
+def test_a_sum_finds_rows_by_their_places(kernel_device):
+    ids = torch.tensor([[2, 0, 1], [-1, 1, -1], [-1, -1, -1]]).int()
+    plan = align_kernel.align(ids.to(kernel_device), 3, 16, use_pdl=False)
+    # Token 0's of expert 0; tokens 0's and 1's of expert 1; token 0's of expert 2; nobody's.
+    y = torch.tensor([[100, 1], [-60, 2], [3, 3], [0.5, 4], *[[torch.nan] * 2] * 5])
+    weights = torch.tensor([[2.0, 1, 1], [torch.nan, 10, torch.nan], [torch.nan] * 3])
+    add = torch.tensor([[0, 7], [1, 1], [5, 6]]).to(y)
+    y, ids, weights, add = (tensor.to(kernel_device) for tensor in (y, ids, weights, add))
+    found = kernel.combine(y, ids, add, y.dtype, plan, weights, use_pdl=False)
+    assert found.tolist() == [[41, 18], [31, 31], [5, 6]]
 
 
 def test_long_tiles_end_in_a_tail_where_experts_have_few_rows():

@@ -117,11 +117,13 @@ def test_a_right_operand_has_its_columns_in_the_order_of_the_left(kernel_device)
 
 
 def test_right_operands_are_sorted_as_the_plan_is(kernel_device):
-    x = torch.arange(5.0)[:, None].expand(5, 128).contiguous().to(kernel_device)
-    ids = torch.tensor([[2, 0], [-1, 2], [0, 1], [1, -1], [2, 0]]).int().to(kernel_device)
+    x = torch.arange(6.0)[:, None] + torch.arange(256.0) / 256
+    x[2] = torch.nan
+    ids = torch.tensor([[2, 0], [-1, 2], [-1, -1], [0, 1], [1, -1], [2, 0]]).int()
+    x, ids = x.to(kernel_device), ids.to(kernel_device)
     plan = align_kernel.align(ids, 3, 32, use_pdl=False)
-    out = ordered(x, plan, ids, use_pdl=False)
-    assert out[:8, 0].tolist() == [0, 2, 4, 2, 3, 0, 1, 4]
+    out = ordered(x, plan, ids, use_pdl=False)[:8]
+    assert torch.equal(out, ordered(x, use_pdl=False)[[0, 3, 5, 3, 4, 0, 1, 5]])
 
 
 @pytest.mark.gpu
@@ -137,6 +139,40 @@ def test_bf16_equals_the_reference(cuda, num_tokens, num_experts, hidden, width)
     case = make(num_tokens, 4, num_experts, hidden, width, torch.bfloat16, drop=0.2)
     shared = make_weight(2 * 256, hidden, seed=7), make_weight(hidden, 256, seed=8)
     agree(found(case, cuda, shared), wanted(case, shared), 6e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_skewed", [False, True])
+@pytest.mark.parametrize("num_tokens", [101, 403, 701, 1501])
+def test_a_program_takes_several_tiles(cuda, num_tokens, is_skewed):
+    """More tiles than multiprocessors, of all four cuts; skewed, one expert has most of them."""
+    case = make(num_tokens, 4, 48, 1152, 384, torch.bfloat16, drop=0.2)
+    if is_skewed:
+        case[3][:, 0] = 0
+    out = found(case, cuda)
+    agree(out, wanted(case), 6e-3)
+    assert torch.equal(out, found(case, cuda))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [40, 300])
+def test_nobody_here_leaves_the_shared_expert(cuda, num_tokens):
+    x, w13, w2, ids, weights = make(num_tokens, 4, 16, 512, 256, torch.bfloat16)
+    case = x, w13, w2, torch.full_like(ids, -1), weights
+    assert not found(case, cuda).any()
+    shared = make_weight(2 * 256, 512, seed=7), make_weight(512, 256, seed=8)
+    agree(found(case, cuda, shared), wanted(case, shared), 6e-3)
+
+
+@pytest.mark.gpu
+def test_the_shared_expert_may_be_bf16(cuda):
+    case = x, w13, w2, ids, weights = make(150, 4, 16, 512, 256, torch.bfloat16, drop=0.2)
+    shared = make_weight(2 * 384, 512, seed=7), make_weight(512, 384, seed=8)
+    # Few bits of a value and a power of two: BF16 holds it.
+    pair = tuple(wide(weight).bfloat16().to(cuda) for weight in shared)
+    ids, weights = ids.to(cuda), weights.to(cuda)
+    out = grouped(x.to(cuda), to(w13, cuda), to(w2, cuda), ids, weights, *M3, pair)
+    agree(out.cpu(), wanted(case, shared), 6e-3)
 
 
 @pytest.mark.gpu

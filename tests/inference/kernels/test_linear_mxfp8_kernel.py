@@ -80,6 +80,15 @@ def test_rows_that_do_not_fill_a_program(cuda, num_tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [40, 300])
+def test_a_program_takes_several_tiles(cuda, num_tokens):
+    """Of 200 tiles of rows; five steps, no more than are on their way at once."""
+    x, weight = make(num_tokens, 640, 200 * 256, torch.bfloat16)
+    found = linear(x.to(cuda), to(weight, cuda), torch.float32, None)
+    assert error_of(found, reference.linear(x.float(), wide(weight), None, None)) < 1e-5
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [9, 100])
 def test_a_token_does_not_depend_on_the_others(cuda, num_tokens):
     """Of calls that are cut alike."""

@@ -54,44 +54,52 @@ def class_of(num_rows, BOXES: gl.constexpr):
 
 @gluon.jit
 def _fetch_weights(
-    w_desc, ring, stage, row, k, num_boxes, is_more, is_valid, STRIDE_PART: gl.constexpr,
-    HAS_TAIL: gl.constexpr,
+    w_desc, ring, i_use, row, k, num_boxes, is_more, is_valid, STRIDE_PART: gl.constexpr,
+    HAS_TAIL: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
-    """Begin a step: expect all its bytes and fetch those of weights."""
+    """Begin STEPS steps: expect all their bytes and fetch those of weights, rows by rows."""
     x_boxes, _, w_tiles, full, _ = ring
-    BOXES: gl.constexpr = x_boxes.shape[0] // full.shape[0] // 2
-    bar = full.index(stage)
-    # A number of bytes is a constant.
-    for log in gl.static_range(3):
-        if (1 << log) <= BOXES:
-            is_so = (num_boxes == (1 << log)) & (is_more == 0) & is_valid
-            mbarrier.expect(bar, (4 * ROWS + 2 * (BOX << log)) * CHUNK, pred=is_so)
-    if HAS_TAIL:
-        num_bytes: gl.constexpr = (4 * ROWS + 2 * BOX * (BOXES + 1)) * CHUNK
-        mbarrier.expect(bar, num_bytes, pred=is_more & is_valid)
+    STAGES: gl.constexpr = full.shape[0]
+    BOXES: gl.constexpr = x_boxes.shape[0] // STAGES // 2
+    for step in gl.static_range(STEPS):
+        bar = full.index((i_use + step) % STAGES)
+        # A number of bytes is a constant.
+        for log in gl.static_range(3):
+            if (1 << log) <= BOXES:
+                is_so = (num_boxes == (1 << log)) & (is_more == 0) & is_valid
+                mbarrier.expect(bar, (4 * ROWS + 2 * (BOX << log)) * CHUNK, pred=is_so)
+        if HAS_TAIL:
+            num_bytes: gl.constexpr = (4 * ROWS + 2 * BOX * (BOXES + 1)) * CHUNK
+            mbarrier.expect(bar, num_bytes, pred=is_more & is_valid)
     for i in gl.static_range(4):
-        place = [row + i // 2 * STRIDE_PART + i % 2 * ROWS, k]
-        _load(w_desc, place, bar, w_tiles.index(stage * 4 + i), pred=is_valid)
+        for step in gl.static_range(STEPS):
+            stage = (i_use + step) % STAGES
+            place = [row + i // 2 * STRIDE_PART + i % 2 * ROWS, k + step * CHUNK]
+            _load(w_desc, place, full.index(stage), w_tiles.index(stage * 4 + i), pred=is_valid)
 
 
 @gluon.jit
 def _fetch_tokens(
-    x_desc, ring, stage, first, k, num_boxes, is_more, is_valid, HAS_TAIL: gl.constexpr
+    x_desc, ring, i_use, first, k, num_boxes, is_more, is_valid, HAS_TAIL: gl.constexpr,
+    STEPS: gl.constexpr,
 ):  # fmt: skip
-    """The rest of a step. Halves of the columns lie behind each other, `num_boxes` long."""
+    """The rest of STEPS steps. Halves of the columns lie behind each other, `num_boxes` long."""
     x_boxes, tails, _, full, _ = ring
-    BOXES: gl.constexpr = x_boxes.shape[0] // full.shape[0] // 2
-    bar = full.index(stage)
-    for half in gl.static_range(2):
-        column = k + half * (CHUNK // 2)
-        for i in gl.static_range(BOXES):
-            x_box = x_boxes.index(stage * (2 * BOXES) + half * num_boxes + i)
-            is_there = (i < num_boxes) & is_valid
-            _load(x_desc, [first + i * BOX, column], bar, x_box, pred=is_there)
-        if HAS_TAIL:
-            tail = tails.index(stage * 2 + half)
-            place = [first + BOXES * BOX, column]
-            _load(x_desc, place, bar, tail, pred=is_more & is_valid)
+    STAGES: gl.constexpr = full.shape[0]
+    BOXES: gl.constexpr = x_boxes.shape[0] // STAGES // 2
+    for step in gl.static_range(STEPS):
+        stage = (i_use + step) % STAGES
+        bar = full.index(stage)
+        for half in gl.static_range(2):
+            column = k + step * CHUNK + half * (CHUNK // 2)
+            for i in gl.static_range(BOXES):
+                x_box = x_boxes.index(stage * (2 * BOXES) + half * num_boxes + i)
+                is_there = (i < num_boxes) & is_valid
+                _load(x_desc, [first + i * BOX, column], bar, x_box, pred=is_there)
+            if HAS_TAIL:
+                tail = tails.index(stage * 2 + half)
+                place = [first + BOXES * BOX, column]
+                _load(x_desc, place, bar, tail, pred=is_more & is_valid)
 
 
 @gluon.jit
@@ -110,7 +118,10 @@ def produce(
     BOXES: gl.constexpr = x_boxes.shape[0] // STAGES // 2
     num_m = num_tiles_m(plan_ptr, num_tokens, BOXES * BOX)
     num_tiles = num_m * num_n
-    EARLY: gl.constexpr = min(STAGES, SIZE // CHUNK)
+    # Steps begun together, where the weights' bytes set the time: the memory likes neighbouring
+    # lines of a row together.
+    STEPS: gl.constexpr = 2 if STAGES >= 5 and SIZE // CHUNK % 2 == 0 else 1
+    EARLY: gl.constexpr = min(STAGES, SIZE // CHUNK) // STEPS * STEPS
     # The first tile's first weights wait for nobody.
     is_valid = gl.program_id(0) < num_tiles
     tile = gl.where(is_valid, gl.program_id(0), 0)
@@ -118,15 +129,18 @@ def produce(
     expert, first, end = tokens_of(plan_ptr, i_m, num_tokens, BOXES * BOX)
     num_boxes, is_more = class_of(end - first, BOXES)
     row = gl.where(is_valid, expert, 0) * NUM_ROWS + i_n * STRIDE_N
-    for i in gl.static_range(EARLY):
+    for i in gl.static_range(0, EARLY, STEPS):
         _fetch_weights(
-            w_desc, ring, i, row, i * CHUNK, num_boxes, is_more, is_valid, STRIDE_PART, HAS_TAIL
-        )
+            w_desc, ring, i, row, i * CHUNK, num_boxes, is_more, is_valid, STRIDE_PART, HAS_TAIL,
+            STEPS,
+        )  # fmt: skip
     # In this order: kernels behind read ids and plan before they wait.
     gdc_wait()
     gdc_launch_dependents()
-    for i in gl.static_range(EARLY):
-        _fetch_tokens(x_desc, ring, i, first, i * CHUNK, num_boxes, is_more, is_valid, HAS_TAIL)
+    for i in gl.static_range(0, EARLY, STEPS):
+        _fetch_tokens(
+            x_desc, ring, i, first, i * CHUNK, num_boxes, is_more, is_valid, HAS_TAIL, STEPS
+        )
     i_use = gl.to_tensor(EARLY)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         i_m, i_n = tile_of(tile, num_m, num_n, group)
@@ -136,11 +150,12 @@ def produce(
         # Not a number that the loop carries: Triton 3.6 takes `start = start * 0` behind the first
         # tile for the constant of before.
         start = gl.where(tile == gl.program_id(0), EARLY * CHUNK, 0)
-        for k in range(start, SIZE, CHUNK):
-            stage = i_use % STAGES
-            mbarrier.wait(empty.index(stage), ((i_use // STAGES) & 1) ^ 1)
+        for k in range(start, SIZE, STEPS * CHUNK):
+            for step in gl.static_range(STEPS):
+                i_step = i_use + step
+                mbarrier.wait(empty.index(i_step % STAGES), ((i_step // STAGES) & 1) ^ 1)
             _fetch_weights(
-                w_desc, ring, stage, row, k, num_boxes, is_more, True, STRIDE_PART, HAS_TAIL
+                w_desc, ring, i_use, row, k, num_boxes, is_more, True, STRIDE_PART, HAS_TAIL, STEPS
             )
-            _fetch_tokens(x_desc, ring, stage, first, k, num_boxes, is_more, True, HAS_TAIL)
-            i_use += 1
+            _fetch_tokens(x_desc, ring, i_use, first, k, num_boxes, is_more, True, HAS_TAIL, STEPS)
+            i_use += STEPS

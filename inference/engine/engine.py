@@ -113,7 +113,7 @@ class Engine:
     @property
     def version(self) -> int | None:
         """Policy version of the weights; None when they are not all of one version."""
-        return self._weights.version
+        return self._weights.version if self._weights.state is WeightState.READY else None
 
     @property
     def has_work(self) -> bool:

@@ -68,7 +68,9 @@ class DecodeGraphs:
         assert config.cuda_graph_sizes, "the worker makes graphs only for sizes"
         self.sizes = config.cuda_graph_sizes
         self._model, self._pages, self._capture = model, pages, capture
-        self._planner, self._newest_M, self._wait_for = planner, newest_M, wait_for
+        self._planner, self._newest_M = planner, newest_M
+        self._wait_for = wait_for or torch.cuda.Event.synchronize
+        self._stream: torch.cuda.Stream | None = None
         self._page_size, self._max_len = config.page_size, config.max_model_len
         width = -(-config.max_model_len // config.page_size)
         num_rows = config.max_running_requests
@@ -179,16 +181,23 @@ class DecodeGraphs:
             self._newest_M.index_copy_(0, sampling.rows_S, tokens.ids_R)
             return logits_SV, pack(tokens)
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
+        if self._stream is None:
+            # Of a priority of its own, so it is nobody else's.
+            self._stream = torch.cuda.Stream(inputs.device, priority=-2)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile: NCCL's own, and one that receives weights.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits_SV, packed = run()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+            # Not for the whole device, where weights may be arriving for long; and a rank that does
+            # not come is named.
+            self._wait_for(self._stream.record_event())
+            # Other threads may use the device meanwhile: NCCL's own, and the one that receives.
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            try:
+                logits_SV, packed = run()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
         self._memory = graph.pool()
         return CapturedStep(graph, inputs, starts_R1, sampling, logits_SV, packed)
 

@@ -55,7 +55,8 @@ def _meet(
     for i_peer in tl.static_range(RANKS):
         if i_peer != RANK:
             p_flag = (addresses[i_peer] + o_flags).to(tl.pointer_type(tl.int64))
-            tl.atomic_xchg(p_flag + RANK, n_meeting, sem="release", scope="sys")
+            # The larger one stays: a rank that was released is not bound again.
+            tl.atomic_max(p_flag + RANK, n_meeting, sem="release", scope="sys")
     p_flag = (addresses[RANK] + o_flags).to(tl.pointer_type(tl.int64))
     for i_peer in tl.static_range(RANKS):
         if i_peer != RANK:

@@ -37,6 +37,8 @@ class PeerMemory:
     """Where they begin."""
     count_B: Tensor = field(init=False)
     """int64: launches that each block has taken part in."""
+    released: Tensor = field(init=False)
+    """What `release` puts in place of the flags; pinned."""
     side: torch.cuda.Stream | None = field(init=False)
     """For `release`, while a launch waits."""
 
@@ -45,9 +47,12 @@ class PeerMemory:
         self.addresses = tuple(buffer.data_ptr() for buffer in self.buffers)
         self.count_B = torch.zeros(NUM_BLOCKS, dtype=torch.int64, device=device)
         # Of another priority than the streams of launches, so it cannot be one of them.
+        on_cuda = device.type == "cuda"
+        self.released = torch.full((self.flags.numel(),), RELEASED, dtype=torch.int64)
         self.side = None
-        if device.type == "cuda":
-            self.side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        if on_cuda:
+            self.released = self.released.pin_memory()
+            self.side = torch.cuda.Stream(device, priority=-3)  # type: ignore[no-untyped-call]
 
     @property
     def flags(self) -> Tensor:
@@ -59,8 +64,9 @@ class PeerMemory:
 
         From any thread, and while the device waits in one.
         """
+        # By the copy engine: launches that wait may fill the device.
         with torch.cuda.stream(self.side):
-            self.flags.fill_(RELEASED)
+            self.flags.copy_(self.released, non_blocking=True)
 
 
 def num_blocks(tensor: Tensor, copies: int = 1) -> int:

@@ -7,6 +7,8 @@ replica has the runtime's parameters, without an engine around them.
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,7 +28,7 @@ from inference.models.minimax_m3 import MiniMaxM3
 from inference.models.weights import TensorSpec, published_tensors
 from inference.parallel.config import ParallelConfig
 from m3rl.types import TensorSlot
-from m3rl.weight_sync.layout import Bounds
+from m3rl.weight_sync.layout import Bounds, extents, name_order
 from m3rl.weight_sync.send import Sender
 from m3rl.weight_sync.transport import wire_bytes
 
@@ -138,25 +140,40 @@ class TrainerSide(Side):
 
     def __init__(self, raw: dict[str, Any], device: str, rank: int = 0, world: int = 1) -> None:
         super().__init__(raw, device)
-        self.weights: dict[str, Tensor] = {}
         self._bounds: dict[str, Bounds] = {}
+        for spec in self.specs:
+            rows = spec.shape[0]
+            part = (rows * rank // world, rows * (rank + 1) // world)
+            self._bounds[spec.name] = (part, *((0, size) for size in spec.shape[1:]))
+        self.weights = self._stacked()
         layout = []
         generator = torch.Generator(device=self.device)
         for number, spec in enumerate(self.specs):
-            rows = spec.shape[0]
-            part = (rows * rank // world, rows * (rank + 1) // world)
-            bounds: Bounds = (part, *((0, size) for size in spec.shape[1:]))
-            shape = [stop - start for start, stop in bounds]
-            tensor = torch.empty(shape, dtype=wire_dtype(spec), device=self.device)
+            tensor, bounds = self.weights[spec.name], self._bounds[spec.name]
             generator.manual_seed(number * world + rank)
-            self.weights[spec.name] = tensor.normal_(0, 0.02, generator=generator)
-            self._bounds[spec.name] = bounds
+            tensor.normal_(0, 0.02, generator=generator)
             dtype = str(tensor.dtype).removeprefix("torch.")
             layout.append(TensorSlot(spec.name, dtype, spec.shape, bounds, spec.bucket))
         self.sender = Sender(rank, layout, self.read, stays=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["sender"], name)
+
+    def _stacked(self) -> dict[str, Tensor]:
+        """Memory for this rank's parts: experts' in one piece for all of them, w1 beside w3, as
+        transformers has them as one parameter."""
+        stacks: dict[str, list[TensorSpec]] = {}
+        for spec in sorted(self.specs, key=lambda spec: name_order(spec.name)):
+            stack = re.sub(r"experts\.\d+\.w[13]\.", "experts.w13.", spec.name)
+            stacks.setdefault(re.sub(r"experts\.\d+\.w2\.", "experts.w2.", stack), []).append(spec)
+        found = {}
+        for specs in stacks.values():
+            shapes = [extents(self._bounds[spec.name]) for spec in specs]
+            sizes = [math.prod(shape) for shape in shapes]
+            memory = torch.empty(sum(sizes), dtype=wire_dtype(specs[0]), device=self.device)
+            for spec, shape, part in zip(specs, shapes, memory.split(sizes), strict=True):
+                found[spec.name] = part.view(shape)
+        return {spec.name: found[spec.name] for spec in self.specs}
 
     def read(self, name: str, bounds: Bounds) -> Tensor:
         held = self._bounds[name]
@@ -171,6 +188,7 @@ class TrainerSide(Side):
         """Change every weight, exactly undone by the next call."""
         for tensor in self.weights.values():
             tensor.neg_()
+        self.synchronize()  # a sync begins when the step is done
 
     def hashes(self, quantized: Sequence[str]) -> dict[str, int]:
         """Of this rank's part of each tensor, as the replica should hold it, element by element."""

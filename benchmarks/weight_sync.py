@@ -4,10 +4,13 @@ Trainer ranks (one, unless told) and a replica, each a process on a GPU of its o
 shapes: embeddings, head, a dense layer and one with 128 experts.
 
 - whole syncs, plain and quantised to MXFP8 on receive, with and without verification, beside the
-  raw copy of the same bytes in a few large messages;
+  raw copy of the same bytes in a few large messages; with each, the driver's phases, and when both
+  ends posted their first and last round and their devices were done;
 - baselines, for one trainer rank: packed broadcast with unpack and load, in turn and overlapped;
   one call a tensor;
-- receive: the receiving side alone, tensors on the GPU into the runtime's storage.
+- receive: the receiving side alone, tensors on the GPU into the runtime's storage;
+- wire: where the replica holds MXFP8, syncs that the trainer quantises;
+- delta: bytes of what changes at an optimizer's steps (`weight_delta.py`).
 
 With --cpu a small model over gloo.
 """
@@ -31,8 +34,18 @@ from benchmarks.slices import slice_config
 from benchmarks.sync_sides import ReplicaSide, TrainerSide
 from m3rl.weight_sync.sync import SyncReport, WeightSync
 
-PARTS = ("baselines", "receive")
-"""Beside the syncs."""
+PARTS = ("baselines", "receive", "wire", "delta")
+"""Beside the syncs; delta alone does without them."""
+PHASES_SHOWN = ("prepare", "stream", "verify", "commit")
+CLOCKS_SHOWN = (
+    "sender_first_post",
+    "sender_last_post",
+    "sender_done",
+    "replica_first_post",
+    "replica_last_post",
+    "replica_done",
+)
+"""Of the first trainer rank and the replica, since their part of the stream began."""
 CALL_S = 300.0
 BIT_EQUAL = {"tensors_differ": 0.0}
 """Every tensor's hash, element by element, is compared: there is no tolerance."""
@@ -97,6 +110,11 @@ class Timed:
 
     us: Timing
     reports: list[SyncReport]
+    clocks: list[dict[str, float]]
+    """Of both ends, seconds; see `sync_clock` and `clock`."""
+
+    def clock_us(self, what: str) -> float:
+        return 1e6 * statistics.median(clock[what] for clock in self.clocks)
 
     def phase_us(self, phase: Any) -> float:
         return 1e6 * statistics.median(r.phase_seconds.get(phase, 0.0) for r in self.reports)
@@ -115,16 +133,25 @@ class Pair:
         reps: int = 20,
         is_small: bool = False,
         timeout_s: float = 60.0,
+        raw: dict[str, Any] | None = None,
+        trainer: type[TrainerSide] = TrainerSide,
     ) -> None:
-        """`devices`: of each trainer rank, and of the replica."""
+        """
+        Args:
+            devices: of each trainer rank, and of the replica.
+            raw: configuration of the model; None: `bench_config`.
+            trainer: what a rank is.
+        """
         self.bench, self.backend = bench, backend
         self.reps, self.timeout_s = reps, timeout_s
         self.num_ranks = len(devices) - 1
+        self.quantization = quantization
         held = "as sent" if quantization == "none" else quantization
         self.label = f"{backend}, {self.num_ranks} to 1, held {held}"
-        self.raw = raw = bench_config(is_small=is_small)
+        raw = bench_config(is_small=is_small) if raw is None else raw
+        self.raw = raw
         self.ranks = [
-            RemoteProcess(TrainerSide, raw, devices[rank], rank, self.num_ranks)
+            RemoteProcess(trainer, raw, devices[rank], rank, self.num_ranks)
             for rank in range(self.num_ranks)
         ]
         self.replica = RemoteProcess(ReplicaSide, raw, devices[-1], quantization)
@@ -151,7 +178,7 @@ class Pair:
         for side in self.sides:
             side.end()
 
-    def driver(self, *, verify: bool, chunk_bytes: int) -> WeightSync:
+    def driver(self, *, verify: bool, chunk_bytes: int, **options: Any) -> WeightSync:
         sync = WeightSync(
             Trainers(self.ranks),
             {0: Worker(self.replica)},
@@ -163,6 +190,7 @@ class Pair:
             verify=verify,
             chunk_bytes=chunk_bytes,
             backend=self.backend,
+            **options,
         )
         sync.connect(0)
         return sync
@@ -181,11 +209,17 @@ class Pair:
         return float(sum(held[name] != sum(p[name] for p in parts) & mask for name in held))
 
     def timed(self, sync: WeightSync) -> Timed:
-        reports = []
+        reports, clocks = [], []
         for version in range(2 + self.reps):
             self.step()
             reports.append(sync.sync(version))
-        return Timed(timing([1e6 * r.seconds for r in reports[2:]]), reports[2:])
+            sent = self.ranks[0].call("sync_clock", 0).result(CALL_S)
+            received = self.replica.call("receive", "clock").result(CALL_S)
+            clocks.append(
+                {f"sender_{what}": value for what, value in sent.items()}
+                | {f"replica_{what}": value for what, value in received.items()}
+            )
+        return Timed(timing([1e6 * r.seconds for r in reports[2:]]), reports[2:], clocks[2:])
 
     def syncs(self, chunk_bytes: int) -> tuple[Timing, float]:
         """Record syncs with and without verification; returns the former, and the raw copy's
@@ -206,12 +240,10 @@ class Pair:
         values = {
             "tensors": plan.num_tensors,
             "copies": len(plan.ops),
-            "rounds": 1 + plan.ops[-1].round,
             "busiest_share": max(sent) * len(sent) / sum(sent),
         }
         exposed = {
             "exposed_share": 1 - unverified.us.us / verified.us.us,
-            "verify_us": verified.phase_us("verify"),
             "extra_gb_sender": extra[0] / 1e9,
             "extra_gb_replica": extra[-1] / 1e9,
         }
@@ -224,9 +256,10 @@ class Pair:
     ) -> None:
         rates = {
             "gbytes_per_s": self.num_bytes / timed.us.us / 1e3,
-            "stream_us": timed.phase_us("stream"),
-            "prepare_us": timed.phase_us("prepare"),
-            "commit_us": timed.phase_us("commit"),
+            **{f"{phase}_us": timed.phase_us(phase) for phase in PHASES_SHOWN},
+            **{f"{what}_us": timed.clock_us(what) for what in CLOCKS_SHOWN},
+            "rounds": timed.clocks[0]["replica_rounds"],
+            "messages": timed.clocks[0]["replica_messages"],
         }
         self.bench.record(
             "weight_sync",
@@ -237,6 +270,17 @@ class Pair:
             floor=floor,
             value=rates | values,
         )
+
+    def quantized_by_sender(self, chunk_bytes: int) -> None:
+        """Record verified syncs of half the bytes, beside a raw copy of as many."""
+        sync = self.driver(verify=True, chunk_bytes=chunk_bytes, wire="mxfp8")
+        timed, plan = self.timed(sync), sync.plan(0)
+        assert plan is not None, "connected"
+        self.num_bytes = plan.nbytes
+        values = {"tensors": plan.num_tensors, "copies": len(plan.ops)}
+        differing = self.num_differing()
+        sync.close()
+        self._record("quantised by the sender", timed, differing, self.raw_copy(), values)
 
     def raw_copy(self) -> float:
         """The slowest side's median, of the same bytes."""
@@ -298,16 +342,27 @@ def measure(bench: Bench, args: argparse.Namespace) -> None:
     devices = ["cpu"] * count if args.cpu else [f"cuda:{i}" for i in range(count)]
     backend, reps = ("gloo", 5) if args.cpu else ("nccl", 20)
     for quantization in args.quantization:
-        pair = Pair(bench, quantization, devices, backend, reps=reps, is_small=args.cpu)
-        try:
-            ours, floor = pair.syncs(args.chunk_mib << 20)
-            # Baselines want whole tensors on one rank.
-            if "baselines" in args.only and pair.num_ranks == 1:
-                pair.baselines(ours, floor)
-            if "receive" in args.only:
-                pair.receive_alone()
-        finally:
-            pair.end()
+        if set(args.only) != {"delta"}:
+            pair = Pair(bench, quantization, devices, backend, reps=reps, is_small=args.cpu)
+            try:
+                measure_pair(pair, args.only, args.chunk_mib << 20)
+            finally:
+                pair.end()
+        if "delta" in args.only:
+            from benchmarks import weight_delta  # it is built on this module
+
+            weight_delta.measure(bench, quantization, devices, backend)
+
+
+def measure_pair(pair: Pair, parts: Sequence[str], chunk_bytes: int) -> None:
+    ours, floor = pair.syncs(chunk_bytes)
+    # Baselines want whole tensors on one rank.
+    if "baselines" in parts and pair.num_ranks == 1:
+        pair.baselines(ours, floor)
+    if "receive" in parts:
+        pair.receive_alone()
+    if "wire" in parts and pair.quantization != "none":
+        pair.quantized_by_sender(chunk_bytes)
 
 
 def main() -> None:

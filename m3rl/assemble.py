@@ -61,7 +61,18 @@ def replica_settings(config: Config) -> ReplicaSettings:
         "capture_routing": config.rollout.capture_routing,
         "capture_blocks": config.rollout.capture_blocks,
     }
-    return ReplicaSettings(str(config.find(config.model.path)), engine, backend.num_threads)
+    return ReplicaSettings(
+        str(config.find(config.model.path)),
+        engine,
+        backend.num_threads,
+        backend.parallel.model_dump(exclude_none=True),
+    )
+
+
+def num_workers(config: Config) -> int:
+    """Processes of all replicas."""
+    backend = config.rollout.backend
+    return backend.num_replicas * backend.parallel.tp * backend.parallel.dp
 
 
 def rollout_sampling(config: Config) -> SamplingSettings:

@@ -40,6 +40,7 @@ from m3rl.config_file import (
     read_overrides,
     unknown_keys,
 )
+from m3rl.config_sync import WeightSyncConfig
 
 __all__ = [
     "Config",
@@ -156,17 +157,29 @@ class EngineOptions(Section):
     second copy, and pauses for milliseconds only."""
 
 
+class ParallelOptions(Section):
+    tp: Int = Field(default=1, ge=1)
+    """Ranks that split the layers of the same requests; a GPU each with device: cuda."""
+    dp: Int = Field(default=1, ge=1)
+    """Groups of tp ranks that share the requests out and hold the same attention weights."""
+    ep: Annotated[Int, Field(ge=1)] | None = None
+    """Groups of ranks that split the routed experts, dp times a divisor of tp; null: every rank is
+    one."""
+
+
 class M3BackendConfig(Section):
     kind: Literal["m3"] = "m3"
     device: Literal["cpu", "cuda"] = "cpu"
-    """cuda: each replica takes one GPU of the cluster."""
+    """cuda: each rank of a replica takes one GPU of the cluster."""
     gpu_memory_gib: Annotated[Float, Field(gt=0)] | None = None
     """GiB of a GPU that a process can have (139 of an H200): a replica that needs more is refused
     before anything starts; null: not known, nobody looks."""
     num_replicas: Int = Field(default=1, ge=1)
     """Complete copies of the model that generate."""
+    parallel: ParallelOptions = ParallelOptions()
+    """How a replica is split over ranks, each a process."""
     num_threads: Int = Field(default=1, ge=1)
-    """CPU threads of each replica."""
+    """CPU threads of each rank of a replica."""
     max_restarts: Int = Field(default=2, ge=0)
     """How often dead replicas are started again, in the whole run."""
     engine: EngineOptions = EngineOptions()
@@ -223,15 +236,6 @@ class EvalConfig(Section):
     """0 is greedy."""
     at_start: Bool = True
     at_end: Bool = True
-
-
-class WeightSyncConfig(Section):
-    timeout_s: Float = Field(default=60.0, gt=0)
-    """Longest wait in any phase of a sync; then the slow side is named and poisoned."""
-    verify: Bool = True
-    """Compare the hashes of trainer and replica before the new version serves."""
-    min_replicas: Int = Field(default=1, ge=1)
-    """Replicas that must succeed in a sync for the run to go on."""
 
 
 class CheckpointConfig(Section):

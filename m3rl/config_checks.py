@@ -29,6 +29,14 @@ def _find(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
             f"rollout.backend.num_replicas: {replicas}; lower the one or raise the other",
             ("weight_sync.min_replicas", "rollout.backend.num_replicas"),
         )
+    if config.weight_sync.transport == "nccl":
+        yield from _nccl_conflicts(config)
+    if config.weight_sync.delta and not config.weight_sync.verify:
+        yield (
+            "weight_sync.delta: what a replica holds after it is known by its hash alone; set "
+            "weight_sync.verify: true, or delta: false",
+            ("weight_sync.delta", "weight_sync.verify"),
+        )
     if rollout.backend.gpu_memory_gib is not None and rollout.backend.device == "cpu":
         yield (
             f"rollout.backend.gpu_memory_gib: {rollout.backend.gpu_memory_gib} is of a GPU, and "
@@ -86,4 +94,21 @@ def _find(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield (
             "data.eval: holds the same items as data.train; give it another seed or file",
             ("data.eval", "data.train"),
+        )
+
+
+def _nccl_conflicts(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """NCCL wants all weights on GPUs, and each rank on one of its own (Ray sees to that)."""
+    # TODO: drop when trainer ranks can be given GPUs.
+    yield (
+        "weight_sync.transport: nccl carries weights between GPUs, and trainer ranks compute on "
+        "the CPU so far; set auto or gloo",
+        ("weight_sync.transport",),
+    )
+    if config.rollout.backend.device == "cpu":
+        yield (
+            "weight_sync.transport: nccl carries weights between GPUs, and "
+            "rollout.backend.device: cpu keeps those of the replicas in the host's memory; set "
+            "device: cuda, or transport: gloo",
+            ("weight_sync.transport", "rollout.backend.device"),
         )

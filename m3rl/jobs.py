@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from m3rl.assemble import RolloutSide, rollout_sampling
+from m3rl.assemble import RolloutSide, num_workers, rollout_sampling
 from m3rl.completion_metrics import completion_metrics
 from m3rl.config import Config, ConfigError
 from m3rl.data import Data, PromptStream, load_data
@@ -116,7 +116,7 @@ def _replicas(
     there."""
     path = str(config.find(model_path or config.model.path))
     with ExitStack() as stack:
-        stack.enter_context(ray_cluster(config.rollout.backend.num_replicas))
+        stack.enter_context(ray_cluster(num_workers(config)))
         side = RolloutSide(config, chat, data)
         stack.callback(side.close)
         side.wait_started()

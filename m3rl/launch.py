@@ -5,7 +5,6 @@ The work itself is `train_rank.TrainRank`; its end of a weight sync is `weight_s
 
 from __future__ import annotations
 
-import socket
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,8 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from m3rl.errors import M3rlError
 from m3rl.rank_settings import RankSettings
-from m3rl.rollout.placement import cause_of, future_of, put, worker_options
+from m3rl.rollout.placement import cause_of, free_address, future_of, put, worker_options
+from m3rl.sync_transport import gpu_of
 from m3rl.weight_sync.send import Sender
 
 if TYPE_CHECKING:
@@ -46,10 +46,7 @@ class RankProcess:
 
     def address(self) -> str:
         """host:port on this node that is free now, for the ranks to meet at."""
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
+        return free_address()
 
     def build(self, settings: RankSettings, rank: int, world_size: int, address: str) -> None:
         from m3rl.train_rank import TrainRank  # transformers, which the driver can do without
@@ -64,7 +61,15 @@ class RankProcess:
     def make_sender(self) -> None:
         """Once the rank has weights."""
         assert self._rank is not None, "build() comes before make_sender()"
-        self._sender = Sender(self._rank.rank, self._rank.weight_layout(), self._rank.wire_tensor)
+        policy = self._rank.policy
+        self._sender = Sender(
+            self._rank.rank, policy.layout(), policy.wire_view, stays=policy.wire_stays
+        )
+
+    def gpu(self) -> str | None:
+        """`gpu_of` its weights."""
+        assert self._rank is not None, "build() comes before gpu()"
+        return gpu_of(self._rank.device)
 
     @ray.method(concurrency_group="sync")
     def sync_call(self, method: str, *args: Any) -> Any:
@@ -106,6 +111,11 @@ class TrainerRanks:
     def make_senders(self) -> None:
         """Ready the ranks for weight syncs, once they have weights."""
         ray.get([actor.make_sender.remote() for actor in self._actors])
+
+    def gpus(self) -> dict[str, str | None]:
+        """`gpu_of` the weights of each rank, by name."""
+        gpus = ray.get([actor.gpu.remote() for actor in self._actors])
+        return {f"trainer rank {rank}": gpu for rank, gpu in enumerate(gpus)}
 
     def call(self, rank: int, method: str, *args: Any) -> Future[Any]:
         """A method of a rank's sender (`SenderGroup`)."""

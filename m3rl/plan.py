@@ -21,6 +21,7 @@ from inference.memory import (
     plan_memory,
     size_text,
 )
+from inference.parallel.config import ParallelConfig
 from m3rl.checkpoint_files import tokenizer_problems, weight_problems
 from m3rl.config import Config, ConfigError
 from m3rl.data import iterate_items
@@ -49,7 +50,7 @@ class Plan:
     trainer_bytes: dict[str, int]
     """Of one trainer rank, by use; activations are not counted."""
     replica: MemoryPlan
-    """Of the GPU, or the process, that holds one replica."""
+    """Of the GPU, or the process, that holds one rank of a replica."""
     sync: SyncSetting
     projection: Projection
     """Of one weight sync."""
@@ -96,7 +97,7 @@ def make_plan(
                 replica = _plan_replica(config, model)
             except model_config.ConfigError as error:
                 refusal = str(error).replace("\n", "\n  ")
-                problems.append(f"rollout.backend: a replica takes one GPU so far; {refusal}")
+                problems.append(f"rollout.backend: {refusal}")
     problems += _dataset_problems(config) + _run_dir_problems(config)
     if problems or model is None or replica is None:
         raise ConfigError("\n".join(problems))
@@ -108,9 +109,10 @@ def describe(plan: Plan) -> str:
     total = sum(plan.parameters.values())
     parameters = [[name, f"{n:,}", f"{n / total:.1%}"] for name, n in plan.parameters.items()]
     parameters.append(["all", f"{total:,}", ""])
+    rank = "replica" if plan.sync.replica.world == 1 else "rank of a replica"
     memory = [
         [f"one {who}", what, size_text(n)]
-        for who, uses in (("trainer rank", plan.trainer_bytes), ("replica", plan.replica.uses))
+        for who, uses in (("trainer rank", plan.trainer_bytes), (rank, plan.replica.uses))
         for what, n in [*uses.items(), ("all", sum(uses.values()))]
     ]
     capacity = plan.num_pages * plan.page_size
@@ -139,25 +141,29 @@ def describe(plan: Plan) -> str:
 def gpu_table(plan: Plan, sizes: Sequence[int]) -> tuple[str, bool]:
     """One row for each number of GPUs, and whether any of them works.
 
-    Trainer ranks stay as configured and every other GPU holds one replica. Neither the policy nor a
-    replica is spread over several GPUs yet, so a model that needs that is refused here; its weight
-    sync is projected for shards on half of the GPUs (`sync_plan.sharded`).
+    Trainer ranks and the split of a replica stay as configured, and replicas take the other GPUs.
+    The policy is not spread over several GPUs yet, so a model that needs that is refused here; its
+    weight sync is projected for shards on half of the GPUs (`sync_plan.sharded`).
     """
     rank_bytes, replica_bytes = sum(plan.trainer_bytes.values()), plan.replica.total_bytes
     gpu_bytes = H200_BYTES if plan.replica.gpu_bytes is None else plan.replica.gpu_bytes
     too_big = [
-        f"{who} needs {size_text(n)} and cannot be spread over GPUs yet"
-        for who, n in (("a trainer rank", rank_bytes), ("a replica", replica_bytes))
+        f"{who} needs {size_text(n)} and {cure}"
+        for who, n, cure in (
+            ("a trainer rank", rank_bytes, "cannot be spread over GPUs yet"),
+            ("a rank of a replica", replica_bytes, "rollout.backend.parallel has too few of them"),
+        )
         if n > gpu_bytes
     ]
     rows = []
-    works = False
+    works, world = False, plan.sync.replica.world
     for size in sizes:
-        replicas = size - plan.num_ranks
+        replicas = (size - plan.num_ranks) // world
         if too_big:
             verdict = "refused: " + "; ".join(too_big)
         elif replicas < 1:
-            verdict = f"refused: train.num_ranks and one replica are {plan.num_ranks + 1} GPUs"
+            needed = plan.num_ranks + world
+            verdict = f"refused: train.num_ranks and one replica are {needed} GPUs"
         else:
             verdict, works = "fits", True
         setting = sharded(plan.sync, size, gpu_bytes) if too_big else None
@@ -215,7 +221,11 @@ def _engine_config(config: Config) -> model_config.EngineConfig:
 def _plan_replica(config: Config, model: model_config.ModelConfig) -> MemoryPlan:
     memory_gib = config.rollout.backend.gpu_memory_gib
     gpu_bytes = None if memory_gib is None else int(memory_gib * (1 << 30))
-    return plan_memory(model, _engine_config(config), gpu_bytes=gpu_bytes)
+    return plan_memory(model, _engine_config(config), _parallel(config), gpu_bytes=gpu_bytes)
+
+
+def _parallel(config: Config) -> ParallelConfig:
+    return ParallelConfig(**config.rollout.backend.parallel.model_dump())
 
 
 def _length_problems(config: Config, model: model_config.ModelConfig) -> list[str]:
@@ -298,8 +308,10 @@ def _measure(
     parameters = count_parameters(model)
     ranks, replicas = config.train.num_ranks, rollout.backend.num_replicas
     trainer = TrainerShards(ranks, replicas=ranks)
-    sync = SyncSetting(model, _engine_config(config), trainer, num_replicas=replicas)
-    per_replica = -(-rollout.prompts_per_step // rollout.backend.num_replicas)
+    engine, wire = _engine_config(config), config.weight_sync.wire
+    sync = SyncSetting(model, engine, trainer, _parallel(config), replicas, wire)
+    # Of a dp group: each has its own pages, and the requests are shared out.
+    per_replica = -(-rollout.prompts_per_step // (replicas * sync.replica.dp))
     shared = prompt // page
     own = -(-(prompt + completion) // page) - shared
     running = min(per_replica * rollout.group_size, rollout.backend.engine.max_running_requests)
@@ -327,4 +339,6 @@ def _trainer_bytes(config: Config, parameters: dict[str, int]) -> dict[str, int]
     out = {"FP32 masters": 4 * total, "gradients": 4 * trained, "Adam moments": 8 * trained}
     if config.policy.dtype != "float32":
         out[f"{config.policy.dtype} copy"] = DTYPE_BYTES[config.policy.dtype] * total
+    if config.weight_sync.delta:
+        out["what was sent"] = DTYPE_BYTES[config.policy.dtype] * total // config.train.num_ranks
     return out

@@ -23,7 +23,7 @@ from transformers import MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig
 
 from inference.config import ModelConfig
 from inference.kernels.router import router
-from inference.kernels.tensor_hash import combine, tensor_hash
+from inference.kernels.tensor_hash import combine, tensor_hash, unit_of
 from inference.models.weights import CheckpointError as RuntimeCheckpointError
 from inference.models.weights import (
     published_tensors,
@@ -316,16 +316,21 @@ class Policy(nn.Module):
             for spec in self._specs.values()
         ]
 
+    @property
+    def wire_stays(self) -> bool:
+        """Whether each `wire_view` is the masters' own memory; updates and loads do not move it."""
+        return self.dtype == torch.float32
+
     @torch.no_grad()
-    def wire_tensor(self, name: str, bounds: Bounds | None = None) -> Tensor:
-        """A published tensor, or a rectangle of it, in its wire dtype: contiguous and a copy."""
+    def wire_view(self, name: str, bounds: Bounds | None = None) -> Tensor:
+        """A published tensor, or a rectangle of it, in its wire dtype: the masters' own memory
+        where they have that dtype, else rounded."""
         if name not in self._specs:
             raise KeyError(f"{name} is no published tensor of this model")
         view = self._master(name)
         if bounds is not None:
             view = view[tuple(slice(start, stop) for start, stop in bounds)]
-        dtype = torch.float32 if self._specs[name].is_fp32 else self.dtype
-        return view.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return view.to(torch.float32 if self._specs[name].is_fp32 else self.dtype)
 
     @torch.no_grad()
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -362,8 +367,14 @@ class Policy(nn.Module):
         return max((g.e_score_correction_bias.abs().max().item() for g in gates), default=0.0)
 
     def master_hash(self) -> str:
-        """64 bits over the bits of all FP32 masters, correction bias included, as 16 hex digits."""
-        hashes = (tensor_hash(tensor, name=name) for name, tensor in self.export("float32"))
+        """64 bits over the bits of all FP32 masters, correction bias included, as 16 hex digits.
+
+        That of a weight sync which carries FP32 and cuts no tensor's columns.
+        """
+        hashes = (
+            tensor_hash(tensor, name=name, unit=unit_of(tensor.dtype, tensor.shape[-1:]))
+            for name, tensor in self.export("float32")
+        )
         return f"{combine(hashes):016x}"
 
 

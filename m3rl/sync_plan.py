@@ -34,6 +34,8 @@ class SyncSetting:
     trainer: TrainerShards = field(default_factory=TrainerShards)
     replica: ParallelConfig = field(default_factory=ParallelConfig)
     num_replicas: int = 1
+    wire: str = "bf16"
+    """See `WeightSyncConfig.wire`."""
 
     def project(self) -> Projection:
         """One sync of all replicas.
@@ -49,6 +51,7 @@ class SyncSetting:
             [runtime_layout(model, self.engine, self.replica, rank) for rank in workers],
             num_replicas=self.num_replicas,
             repeats=repeats,
+            wire=self.wire,
             links=LINKS,
         )
 

@@ -29,11 +29,11 @@ from m3rl.grpo.micro import MicroBatch
 from m3rl.grpo.mismatch import mismatch_metrics
 from m3rl.grpo.replay import RecordedRouting, RoutingStats, recorded_routing
 from m3rl.optimizer import Optimizer
-from m3rl.policy import Bounds, Policy
+from m3rl.policy import Policy
 from m3rl.rank_group import RankGroup, deterministic
 from m3rl.rank_settings import RankSettings
 from m3rl.rank_state import load_rank_state, save_rank_state
-from m3rl.types import TensorSlot, TrainBatch
+from m3rl.types import TrainBatch
 
 LossOf = Callable[[MicroBatch, Tensor, Tensor], LossOutput]
 """(micro-batch, logprobs_T, entropy_T) -> its part of the step's loss."""
@@ -69,6 +69,10 @@ class TrainRank:
             timeout_s=settings.timeout_s,
         )
         torch.manual_seed(settings.seed)
+
+    @property
+    def device(self) -> torch.device:
+        return self._group.device
 
     @property
     def policy_version(self) -> int:
@@ -189,14 +193,6 @@ class TrainRank:
             micro.put(hits_T.float(), hits_BS)
         is_hit_BS = self._group.sum_array(hits_BS) > 0
         return float((is_hit_BS | ~mask_BS).all(1).mean())
-
-    def weight_layout(self) -> list[TensorSlot]:
-        """What this rank holds: every published tensor, whole."""
-        return self.policy.layout()
-
-    def wire_tensor(self, name: str, bounds: Bounds | None = None) -> Tensor:
-        """A published tensor, or a rectangle of it, as it goes over the wire: a contiguous copy."""
-        return self.policy.wire_tensor(name, bounds)
 
     def master_hash(self) -> str:
         """Hash of the FP32 masters and buffers, 16 hex digits."""

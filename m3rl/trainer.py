@@ -17,7 +17,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from m3rl import checkpoint
-from m3rl.assemble import RolloutSide, rank_settings, rollout_sampling
+from m3rl.assemble import RolloutSide, num_workers, rank_settings, rollout_sampling
+from m3rl.assemble_sync import weight_sync
 from m3rl.completion_metrics import completion_metrics
 from m3rl.config import Config, ConfigError
 from m3rl.data import PromptStream, load_data
@@ -34,7 +35,6 @@ from m3rl.run_dir import RunDirectory, check_same_model
 from m3rl.stopwatch import Stopwatch
 from m3rl.types import Group, TrainBatch
 from m3rl.weight_sync.errors import SyncError
-from m3rl.weight_sync.sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +97,7 @@ class Trainer:
 
     def _start_processes(self, chat: ChatFormat, data: Any, stack: ExitStack) -> None:
         config = self._config
-        num_replicas = config.rollout.backend.num_replicas
-        stack.enter_context(ray_cluster(config.train.num_ranks + num_replicas))
+        stack.enter_context(ray_cluster(config.train.num_ranks + num_workers(config)))
         self._rollouts = RolloutSide(config, chat, data)
         stack.callback(self._rollouts.close)
         self._ranks = TrainerRanks(
@@ -114,15 +113,8 @@ class Trainer:
             max_restarts=config.rollout.backend.max_restarts,
         )
         self._collector = self._rollouts.collector(self._heal)
-        self._sync = WeightSync(
-            self._ranks,
-            {replica: self._backend.receiver(replica) for replica in range(num_replicas)},
-            pause=lambda replica: self._backend.pause("keep", replica),
-            resume=self._backend.resume,
-            host=node_address(),
-            timeout_s=config.weight_sync.timeout_s,
-            min_replicas=0,  # counted here, after lost ones are brought back
-            verify=config.weight_sync.verify,
+        self._sync = weight_sync(
+            config, self._ranks, self._backend, data.train, host=node_address()
         )
 
     def run(self) -> None:
@@ -277,10 +269,7 @@ class Trainer:
 
     def _bring(self, replica: int) -> None:
         """Give a fresh replica the current weights."""
-        self._sync.connect(replica, self._backend.receiver(replica))
-        fault = self._sync.sync(self._version, [replica]).failed.get(replica)
-        if fault is not None:
-            raise SyncError(fault)
+        self._sync.bring(replica, self._version, self._backend.receivers(replica))
 
     def _evaluate(self, step: int) -> dict[str, float]:
         metrics = self._rollouts.evaluate(self._collector)

@@ -166,7 +166,7 @@ class LoadPlan(Protocol):
 
 
 class WeightTarget(Protocol):
-    """The engine's side of a weight sync (`inference.engine.Engine` has these).
+    """The engine's side of a weight sync.
 
     A sync begins a load with a plan, fills the plan's places, tells with `written` which are done,
     and commits or aborts. Any thread may call these, one at a time.
@@ -177,8 +177,16 @@ class WeightTarget(Protocol):
         """Whether a load fills a second copy while the engine serves: then only `commit` needs a
         pause, and an aborted load harms nothing. Else the pause precedes `begin_load`."""
 
+    @property
+    def version(self) -> int | None:
+        """Policy version that serves; None: no whole one does."""
+
     def weight_layout(self) -> Iterable[Any]:
         """Objects with the fields of TensorSlot."""
+
+    def serving_places(self) -> Sequence[Any]:
+        """The memory of `version`, by slot of `weight_layout`, in the forms of LoadPlan.places: for
+        another worker to take it from there, and never to be written."""
 
     def plan_load(self, parts: Sequence[tuple[str, tuple[tuple[int, int], ...]]]) -> LoadPlan:
         """Parts by published name and bounds; together all that the engine holds, once."""

@@ -14,11 +14,13 @@ DOORS = {
     "m3rl/policy.py": ("inference.kernels", "inference.models.weights", "inference.config"),
     "m3rl/weight_sync/": (
         "inference.config.MXFP8_BLOCK_SIZE",
+        "inference.kernels.changed_values",
         "inference.kernels.copy_table",
         "inference.kernels.mxfp8",
         "inference.kernels.tensor_hash",
     ),
-    "m3rl/plan.py": ("inference.config", "inference.memory"),
+    "m3rl/rollout/m3_ranks.py": ("inference.parallel",),
+    "m3rl/plan.py": ("inference.config", "inference.memory", "inference.parallel.config"),
     "m3rl/sync_plan.py": (
         "inference.config",
         "inference.memory",

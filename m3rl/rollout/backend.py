@@ -89,7 +89,18 @@ class GenerationBackend(Protocol):
     def weight_layout(self, replica: int) -> list[list[TensorSlot]]:
         """What each rank of the replica holds, under published names."""
 
-    def receiver(self, replica: int) -> RemoteReceiver: ...
+    def gpus(self) -> dict[str, str | None]:
+        """`sync_transport.gpu_of` the weights of each rank of the living replicas, by name."""
+
+    def prompt_lengths(self) -> tuple[int, int]:
+        """Of a prompt: tokens of which sparse attention keeps all, and the most there can be."""
+
+    def prompt_logprobs(self, replica: int, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Of each prompt, [n - 1] float32: log-probability of every token but the first, at
+        temperature 1. Computed at once, also by a replica that is paused."""
+
+    def receivers(self, replica: int) -> list[RemoteReceiver]:
+        """Those of the replica's ranks, in order."""
 
     def load(self, path: str, version: int, replicas: Sequence[int] | None = None) -> None:
         """Replicas (None: all) read a checkpoint from disk: collecting and evaluating without a

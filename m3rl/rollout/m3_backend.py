@@ -1,11 +1,13 @@
-"""The bundled runtime as a generation backend: a pool of replicas, each a Ray actor of its own.
+"""The bundled runtime as a generation backend: a pool of replicas, each of one Ray actor or more.
 
 The driver shares requests out, watches every replica against a deadline, gives up those that die or
-stay silent, and starts others in their place; what a replica does is in `m3_replica.py`.
+stay silent, and starts others in their place; what a replica does is in `m3_replica.py`, how the
+ranks of one keep in step in `m3_ranks.py`.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -15,10 +17,19 @@ from typing import Any
 import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import remove_placement_group
 
 from m3rl.rollout.backend import BackendError, GenerationOutcome, PauseMode, ReplicaHealth
+from m3rl.rollout.m3_ranks import RankReplica
 from m3rl.rollout.m3_replica import M3Replica, ReplicaSettings
-from m3rl.rollout.placement import cause_of, future_of, worker_options
+from m3rl.rollout.placement import (
+    cause_of,
+    free_address,
+    future_of,
+    node_address,
+    side_by_side,
+    worker_options,
+)
 from m3rl.types import GenerationRequest, Receiver, RemoteReceiver, TensorSlot
 
 logger = logging.getLogger(__name__)
@@ -31,15 +42,29 @@ STATS_TIMEOUT_S = 5.0
 class _RemoteReceiver:
     """`RemoteReceiver` over a Ray actor."""
 
-    def __init__(self, backend: M3Backend, replica: int) -> None:
+    def __init__(self, backend: M3Backend, replica: int, worker: int) -> None:
         self._backend = backend
         self._replica = replica
+        self._worker = worker
 
     def attach(self, receiver: Receiver) -> None:
-        future_of(self._backend.actor(self._replica).attach.remote(receiver)).result()
+        future_of(self._actor().attach.remote(receiver)).result()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        return future_of(self._backend.actor(self._replica).receiver_call.remote(method, *args))
+        return future_of(self._actor().receiver_call.remote(method, *args))
+
+    def _actor(self) -> Any:
+        return self._backend.workers(self._replica)[self._worker]
+
+
+class RankActor(RankReplica):
+    """A rank with its place in the cluster."""
+
+    def address(self) -> str:
+        return free_address()
+
+    def join(self, rank: int, address: str) -> None:
+        self.start(rank, address, node_address())
 
 
 def _require_gpus(wanted: int) -> None:
@@ -53,7 +78,7 @@ def _require_gpus(wanted: int) -> None:
 
 
 class M3Backend:
-    """A pool of `num_replicas` engines, each a Ray actor with its own resources.
+    """A pool of `num_replicas` replicas, of which each rank is a Ray actor with its own resources.
 
     The constructor returns while the processes still start; `wait_started` ends that.
 
@@ -66,17 +91,23 @@ class M3Backend:
         settings: ReplicaSettings,
         num_replicas: int,
         *,
-        num_gpus: int = 0,
+        num_gpus: int = 0,  # of each rank
         start_timeout_s: float = 120.0,
         replica_class: type[M3Replica] = M3Replica,
     ) -> None:
         self.num_replicas = num_replicas
         self._settings = settings
         self._start_timeout_s = start_timeout_s
-        _require_gpus(num_replicas * num_gpus)
-        options = worker_options(settings.num_threads, num_gpus, max_concurrency=8)
-        self._factory = ray.remote(replica_class).options(**options)
-        self._actors: list[Any] = [self._factory.remote(settings) for _ in range(num_replicas)]
+        self._num_gpus = num_gpus
+        _require_gpus(num_replicas * settings.num_ranks * num_gpus)
+        self._class: Any = ray.remote(replica_class if settings.num_ranks == 1 else RankActor)
+        self._numbers = itertools.count()
+        """Of calls that all ranks of a replica are given alike."""
+        self._rooms: dict[int, Any] = {}
+        self._workers: list[list[Any]] = [[] for _ in range(num_replicas)]
+        """The actors of each replica, in rank order; none of one that is gone."""
+        for replica in range(num_replicas):
+            self._begin_start(replica)
 
     def wait_started(self) -> None:
         """Return when every replica process answers.
@@ -86,15 +117,19 @@ class M3Backend:
         """
         self._await_start(self.alive)
 
-    def actor(self, replica: int) -> Any:
-        actor = self._actors[replica]
-        if actor is None:
+    def workers(self, replica: int) -> list[Any]:
+        """The actors of a replica, in rank order."""
+        if not self._workers[replica]:
             raise BackendError(f"replica {replica} is gone; restart it before calling it")
-        return actor
+        return self._workers[replica]
+
+    def actor(self, replica: int) -> Any:
+        """That of its first rank, which speaks for the replica."""
+        return self.workers(replica)[0]
 
     @property
     def alive(self) -> list[int]:
-        return [replica for replica, actor in enumerate(self._actors) if actor is not None]
+        return [replica for replica, workers in enumerate(self._workers) if workers]
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, timeout_s: float
@@ -106,14 +141,16 @@ class M3Backend:
         for request in sorted(requests, key=lambda r: (r.prompt_ordinal, r.sample_index)):
             shares[alive[request.prompt_ordinal % len(alive)]].append(request)
         pending = {
-            self.actor(replica).generate.remote(share): replica
+            ref: replica
             for replica, share in shares.items()
             if share
+            for ref in self._call(replica, "generate", share)
         }
         outcome = GenerationOutcome()
         watch = _ProgressWatch(timeout_s)
         while pending:
             done, _ = ray.wait(list(pending), timeout=watch.poll_s)
+            lost: dict[int, str] = {}
             for ref in done:
                 replica = pending.pop(ref)
                 try:
@@ -122,16 +159,17 @@ class M3Backend:
                     self._abandon(pending, shares)
                     raise
                 if fault is not None:
-                    self._give_up(replica, shares[replica], outcome, fault)
-            silent = watch.silent({r: self.actor(r).health.remote() for r in pending.values()})
-            for ref in [ref for ref, replica in pending.items() if replica in silent]:
-                replica = pending.pop(ref)
-                reason = f"no progress within rollout.timeout_s={timeout_s:g} s"
-                self._give_up(replica, shares[replica], outcome, reason)
+                    lost.setdefault(replica, fault)
+            waited_for = set(pending.values()) - lost.keys()
+            for replica in watch.silent({r: self.actor(r).health.remote() for r in waited_for}):
+                lost[replica] = f"no progress within rollout.timeout_s={timeout_s:g} s"
+            for replica, fault in lost.items():
+                self._give_up(replica, shares[replica], outcome, fault)
+            pending = {ref: replica for ref, replica in pending.items() if replica not in lost}
         return outcome
 
     def abort(self, request_ids: Sequence[str]) -> int:
-        return sum(self._ask(self.alive, "abort", list(request_ids)))
+        return sum(sum(counts) for counts in self._ask_all(self.alive, "abort", list(request_ids)))
 
     def pause(self, mode: PauseMode, replica: int | None = None) -> None:
         self._ask(self.alive if replica is None else [replica], "pause", mode)
@@ -140,27 +178,45 @@ class M3Backend:
         self._ask(self.alive if replica is None else [replica], "resume")
 
     def weight_layout(self, replica: int) -> list[list[TensorSlot]]:
-        return self._ask([replica], "weight_layout")
+        return self._ask_all([replica], "weight_layout")[0]
 
-    def receiver(self, replica: int) -> RemoteReceiver:
-        return _RemoteReceiver(self, replica)
+    def gpus(self) -> dict[str, str | None]:
+        found = zip(self.alive, self._ask_all(self.alive, "gpu"), strict=True)
+        return {
+            f"replica {replica} rank {rank}": gpu
+            for replica, gpus in found
+            for rank, gpu in enumerate(gpus)
+        }
+
+    def prompt_lengths(self) -> tuple[int, int]:
+        lengths: tuple[int, int] = self._ask(self.alive[:1], "prompt_lengths")[0]
+        return lengths
+
+    def prompt_logprobs(self, replica: int, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        scores: list[np.ndarray] = self._ask([replica], "prompt_logprobs", list(prompts))[0]
+        return scores
+
+    def receivers(self, replica: int) -> list[RemoteReceiver]:
+        return [_RemoteReceiver(self, replica, rank) for rank in range(self._settings.num_ranks)]
 
     def load(self, path: str, version: int, replicas: Sequence[int] | None = None) -> None:
         self._ask(self.alive if replicas is None else replicas, "load", path, version)
 
     def drop(self, replica: int) -> None:
-        if self._actors[replica] is not None:
-            ray.kill(self._actors[replica])
-            self._actors[replica] = None
+        for worker in self._workers[replica]:
+            ray.kill(worker)
+        self._workers[replica] = []
+        if replica in self._rooms:
+            remove_placement_group(self._rooms.pop(replica))
 
     def restart(self, replica: int) -> None:
         self.drop(replica)
-        self._actors[replica] = self._factory.remote(self._settings)
+        self._begin_start(replica)
         self._await_start([replica])
 
     def stats(self) -> dict[str, float]:
         """Of the replicas that answer; a silent one is found and replaced when it should work."""
-        refs = [self.actor(r).stats.remote() for r in self.alive]
+        refs = [worker.stats.remote() for r in self.alive for worker in self.workers(r)]
         done, _ = (
             ray.wait(refs, num_returns=len(refs), timeout=STATS_TIMEOUT_S) if refs else ([], [])
         )
@@ -183,37 +239,74 @@ class M3Backend:
             self.drop(replica)
 
     def _health(self, replica: int, timeout_s: float) -> ReplicaHealth:
-        if self._actors[replica] is None:
+        if not self._workers[replica]:
             return ReplicaHealth(replica, False, None, "not running")
         try:
-            report = ray.get(self._actors[replica].health.remote(), timeout=timeout_s)
+            reports = ray.get(
+                [worker.health.remote() for worker in self._workers[replica]], timeout=timeout_s
+            )
         except GetTimeoutError:
             return ReplicaHealth(replica, False, None, f"no answer within {timeout_s:g} s")
         except RayActorError as error:
             return ReplicaHealth(replica, False, None, cause_of(error))
-        return ReplicaHealth(replica, not report["failure"], report["version"], report["failure"])
+        failure = next((report["failure"] for report in reports if report["failure"]), "")
+        return ReplicaHealth(replica, not failure, reports[0]["version"], failure)
+
+    def _begin_start(self, replica: int) -> None:
+        settings = self._settings
+        options = worker_options(settings.num_threads, self._num_gpus, max_concurrency=8)
+        places: list[dict[str, Any]] = [{}]
+        if settings.num_ranks > 1:
+            self._rooms[replica], places = side_by_side(settings.num_ranks, self._num_gpus)
+        self._workers[replica] = [
+            self._class.options(**options, **place).remote(settings) for place in places
+        ]
 
     def _await_start(self, replicas: Sequence[int] | range) -> None:
-        refs = [self.actor(replica).health.remote() for replica in replicas]
+        deadline = time.monotonic() + self._start_timeout_s
         try:
-            ray.get(refs, timeout=self._start_timeout_s)
+            if self._settings.num_ranks > 1:
+                self._join_ranks(replicas)
+            refs = [worker.health.remote() for r in replicas for worker in self.workers(r)]
+            ray.get(refs, timeout=max(0.0, deadline - time.monotonic()))
         except GetTimeoutError:
             raise BackendError(
                 f"replicas {list(replicas)} did not start within {self._start_timeout_s:g} s; "
                 "is there room for them on the cluster (`ray status`)?"
             ) from None
-        except RayActorError as error:
+        except (RayActorError, RayTaskError) as error:
             raise BackendError(f"a replica could not start: {cause_of(error)}") from error
 
+    def _join_ranks(self, replicas: Sequence[int] | range) -> None:
+        """Have the ranks of each replica meet, all replicas at the same time."""
+        asked = [self.actor(replica).address.remote() for replica in replicas]
+        addresses = ray.get(asked, timeout=self._start_timeout_s)
+        joining = [
+            worker.join.remote(rank, address)
+            for replica, address in zip(replicas, addresses, strict=True)
+            for rank, worker in enumerate(self.workers(replica))
+        ]
+        ray.get(joining, timeout=self._start_timeout_s)
+
+    def _call(self, replica: int, method: str, *args: Any) -> list[Any]:
+        """Begin a call on all ranks of a replica; one that must be alike is so by its number."""
+        number = next(self._numbers)
+        return [worker.alike.remote(number, method, *args) for worker in self.workers(replica)]
+
     def _ask(self, replicas: Sequence[int], method: str, *args: Any) -> list[Any]:
-        """Results of a call on each of `replicas`.
+        """As `_ask_all`, of the first rank of each replica."""
+        return [results[0] for results in self._ask_all(replicas, method, *args)]
+
+    def _ask_all(self, replicas: Sequence[int], method: str, *args: Any) -> list[list[Any]]:
+        """Results of a call on each of `replicas`, by rank.
 
         Raises:
             BackendError: one is gone, refuses, or is silent for CALL_TIMEOUT_S.
         """
-        refs = [getattr(self.actor(replica), method).remote(*args) for replica in replicas]
+        refs = [self._call(replica, method, *args) for replica in replicas]
         try:
-            return ray.get(refs, timeout=CALL_TIMEOUT_S)
+            found = iter(ray.get([ref for each in refs for ref in each], timeout=CALL_TIMEOUT_S))
+            return [[next(found) for _ in each] for each in refs]
         except GetTimeoutError:
             raise BackendError(
                 f"{method}: replicas {list(replicas)} did not all answer in {CALL_TIMEOUT_S:g} s"
@@ -225,7 +318,7 @@ class M3Backend:
 
     def _abandon(self, pending: dict[Any, int], shares: dict[int, list[GenerationRequest]]) -> None:
         """End what other replicas still do for a call that failed."""
-        for replica in pending.values():
+        for replica in set(pending.values()):
             self._ask([replica], "abort", [request.request_id for request in shares[replica]])
         if pending:
             ray.wait(list(pending), num_returns=len(pending), timeout=CALL_TIMEOUT_S)

@@ -17,19 +17,24 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from m3rl.rollout.backend import Generated, PauseMode
+from m3rl.sync_transport import gpu_of
 from m3rl.types import GenerationRequest, Receiver, TensorSlot
 
 if TYPE_CHECKING:
     from inference.engine.engine import Engine
     from inference.engine.request import RequestOutput
+    from inference.parallel.groups import ParallelGroups
 
 logger = logging.getLogger(__name__)
+
+SCORED_DECODES = 8
+"""Last tokens of a scored prompt that are computed as decode steps do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,15 @@ class ReplicaSettings:
     engine: dict[str, Any]
     """Keyword arguments of `inference.config.EngineConfig`."""
     num_threads: int = 1
+    parallel: dict[str, int] = field(default_factory=dict)
+    """Keyword arguments of `inference.parallel.config.ParallelConfig`."""
+    timeout_s: float = 120.0
+    """How long the ranks of a replica wait for one another."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of a replica."""
+        return self.parallel.get("tp", 1) * self.parallel.get("dp", 1)
 
 
 class EngineTarget:
@@ -58,6 +72,16 @@ class EngineTarget:
         self.plan_load = engine.plan_load
         self.write, self.written = engine.write, engine.written
         self.weights_hash = engine.weights_hash
+        self._engine = engine
+
+    @property
+    def version(self) -> int | None:
+        return self._engine.version
+
+    def serving_places(self) -> list[Any]:
+        slots = self._engine.weight_layout()
+        memory = self._engine.plan_load([(slot.name, slot.bounds) for slot in slots]).memory
+        return [memory.views[slot.name] for slot in slots]
 
     def begin_load(self, version: int, plan: Any = None) -> None:
         self._run(lambda: self._begin(version, plan))
@@ -72,7 +96,7 @@ class EngineTarget:
 class M3Replica:
     """One engine and the thread that steps it; lives in its own process, knows nothing of Ray."""
 
-    def __init__(self, settings: ReplicaSettings) -> None:
+    def __init__(self, settings: ReplicaSettings, groups: ParallelGroups | None = None) -> None:
         import torch
 
         from inference.config import EngineConfig, ModelConfig
@@ -81,7 +105,7 @@ class M3Replica:
         torch.set_num_threads(settings.num_threads)
         config = ModelConfig.from_pretrained(settings.model_path)
         tokenizer = load_tokenizer(settings.model_path)  # for stop strings
-        self.engine = Engine(config, EngineConfig(**settings.engine), tokenizer)
+        self.engine = Engine(config, EngineConfig(**settings.engine), tokenizer, groups)
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
             queue.SimpleQueue()
         )
@@ -95,17 +119,17 @@ class M3Replica:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Generated]:
         """Submit all requests before the next step and wait for all of them, in order."""
-        futures = self._run(lambda: self._submit_all(requests))
+        futures = self._run_alike(lambda: self._submit_all(requests))
         return [_generated(future.result()) for future in futures]
 
     def abort(self, request_ids: Sequence[str]) -> int:
-        return self._run(lambda: self.engine.abort(request_ids))
+        return self._run_alike(lambda: self.engine.abort(request_ids))
 
     def pause(self, mode: PauseMode) -> None:
-        self._run(lambda: self.engine.pause(mode))
+        self._run_alike(lambda: self.engine.pause(mode))
 
     def resume(self) -> None:
-        self._run(self.engine.resume)
+        self._run_alike(self.engine.resume)
 
     def weight_layout(self) -> list[TensorSlot]:
         return [
@@ -127,6 +151,34 @@ class M3Replica:
         config = ModelConfig.from_pretrained(path)
         tensors = read_checkpoint(path, config, allow_mxfp8=True)
         self._run(lambda: self.engine.load_weights(tensors, version))
+
+    def gpu(self) -> str | None:
+        """`gpu_of` its weights."""
+        import torch
+
+        return gpu_of(torch.device(self.engine.engine_config.device))
+
+    def prompt_lengths(self) -> tuple[int, int]:
+        """Of a prompt: tokens of which block selection keeps all, and the most there can be."""
+        model, options = self.engine.config, self.engine.engine_config
+        assert options.max_model_len is not None, "the engine resolves it"
+        return model.index_topk_blocks * model.index_block_size, options.max_model_len - 1
+
+    def prompt_logprobs(self, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Of each prompt, [n - 1] float32: log-probability of every token but the first.
+
+        Computed at once, on the engine thread, also while it is paused; see
+        `inference.engine.scoring`.
+        """
+        from inference.engine.scoring import prompt_logprobs
+
+        def score() -> list[np.ndarray]:
+            return [
+                prompt_logprobs(self.engine, ids, num_decodes=min(SCORED_DECODES, len(ids) - 2))
+                for ids in prompts
+            ]
+
+        return self._run_alike(score)
 
     def attach(self, receiver: Receiver) -> None:
         with self._receiving:
@@ -192,10 +244,21 @@ class M3Replica:
         )
         self._waiting[request.request_id] = Future()
 
-    def _run(self, command: Callable[[], Any]) -> Any:
-        """Run a command on the engine thread between two steps and return its result."""
+    def alike(self, number: int, method: str, *args: Any) -> Any:
+        """Call a method that all ranks of a replica are given under one number."""
+        return getattr(self, method)(*args)
+
+    def _run_alike(self, command: Callable[[], Any]) -> Any:
+        """Run a command that all ranks of a replica run between the same two steps."""
+        return self._run(command)
+
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             raise RuntimeError(f"the engine of this replica has failed: {self._failure!r}")
+
+    def _run(self, command: Callable[[], Any]) -> Any:
+        """Run a command on the engine thread between two steps and return its result."""
+        self._raise_failure()
         future: Future[Any] = Future()
         self._commands.put((command, future))
         if self._failure is not None:  # it failed since: nobody else empties the queue

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray
 from ray.exceptions import RayActorError
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from m3rl.errors import M3rlError
 
@@ -79,6 +82,29 @@ def worker_options(num_threads: int, num_gpus: int = 0, **extra: Any) -> dict[st
 def node_address() -> str:
     """Address of this machine that all workers of the cluster can reach."""
     return str(ray.util.get_node_ip_address())
+
+
+def free_address() -> str:
+    """host:port on this node that is free now, for ranks to meet at."""
+    host = node_address()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+def side_by_side(count: int, num_gpus: int) -> tuple[Any, list[dict[str, Any]]]:
+    """Room for `count` workers, on one node if there is one with that much; and the actor options
+    of each. The room is to be given back with `remove_placement_group`."""
+    bundle = {"CPU": 1} | ({"GPU": num_gpus} if num_gpus else {})
+    room = placement_group([dict(bundle) for _ in range(count)], strategy="PACK")
+    return room, [
+        {
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                room, placement_group_bundle_index=i
+            )
+        }
+        for i in range(count)
+    ]
 
 
 def put(value: Any) -> Any:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-POLL_S = 50e-6
+POLL_S = 20e-6
 """Between two looks at a device that is not done: little beside a sync."""
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +22,8 @@ Bounds = tuple[tuple[int, int], ...]
 Layout = Sequence[TensorSlot]
 
 STORAGES = ("plain", "mxfp8")
+WIRES = ("bf16", "mxfp8")
+"""How tensors travel that the receiver holds in MXFP8; all others do in their own dtype."""
 WIRE_BYTES = {"float32": 4, "bfloat16": 2}
 """Of an element, by the dtypes that can be sent."""
 
@@ -36,6 +40,12 @@ def bucket_order(bucket: str) -> tuple[int, int]:
     if kind != "layer" or not layer.isdecimal():
         raise LayoutError(f"bucket {bucket!r} is not 'pre', 'layer.<number>' or 'post'")
     return (1, int(layer))
+
+
+@cache
+def name_order(name: str) -> str:
+    """For sorting: experts by their numbers, as they lie in memory."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(6), name)
 
 
 def extents(bounds: Bounds) -> tuple[int, ...]:
@@ -58,6 +68,24 @@ def volume(bounds: Bounds) -> int:
     for start, stop in bounds:  # planning asks often, and math.prod takes three times as long
         count *= stop - start
     return count
+
+
+def wire_of(storage: str, wire: str) -> str:
+    """How a tensor that is held in `storage` travels, with one of WIRES for all: as it is held, or
+    'plain'.
+
+    Raises:
+        ValueError: another `wire`.
+    """
+    if wire not in WIRES:
+        raise ValueError(f"wire={wire!r} is not known; use one of {WIRES}")
+    return storage if wire == "mxfp8" else "plain"
+
+
+def wire_size(bounds: Bounds, dtype: str, storage: str) -> int:
+    """Bytes of a rectangle as it travels: in `dtype`, or values and scales of MXFP8."""
+    count = volume(bounds)
+    return count + count // BLOCK_SIZE if storage == "mxfp8" else count * WIRE_BYTES[dtype]
 
 
 def intersect(a: Bounds, b: Bounds) -> Bounds | None:

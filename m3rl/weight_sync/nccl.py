@@ -50,6 +50,8 @@ _environment_lock = threading.Lock()
 class NcclTransport(Transport):
     """This rank's membership in a group that moves bytes between GPUs."""
 
+    is_ordered = True
+
     def __init__(
         self, group: Any, spec: GroupSpec, rank: int, store: Store, device: torch.device
     ) -> None:
@@ -124,7 +126,11 @@ class NcclTransport(Transport):
 
     def note(self, what: str) -> None:
         self._num_syncs += what == "begins"
-        self._store.set(self._note_key(self.rank), what)
+        key = self._note_key(self.rank)
+        if what == "done":  # nobody waits for it
+            in_background(lambda: self._store.set(key, what), "sync-note")
+        else:
+            self._store.set(key, what)
 
     def close(self) -> None:
         """Leave the group and abort what still waits there; returns within ABORT_S."""

@@ -21,6 +21,7 @@ from inference.config import MXFP8_BLOCK_SIZE as BLOCK_SIZE
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.errors import PlanError
 from m3rl.weight_sync.layout import (
+    STORAGES,
     WIRE_BYTES,
     Bounds,
     Layout,
@@ -33,9 +34,12 @@ from m3rl.weight_sync.layout import (
     extents,
     first_overlap,
     grid_cells,
+    name_order,
     quantized_storage,
     volume,
     whole,
+    wire_of,
+    wire_size,
 )
 
 MAX_GRAIN = 16 * BLOCK_SIZE
@@ -59,10 +63,14 @@ class CopyOp:
     dimension is cut in this plan: the same for all of its ops. Hashes go by it (`verify.py`)."""
     round: int = 0
     """When it travels, see `in_rounds`."""
+    via: int = -1
+    """The worker that passes it on, in the round after its own (`relay.py`); -1: nobody does."""
+    wire: str = "plain"
+    """'plain': in its dtype; 'mxfp8': quantised by the sender, as the receiver holds it."""
 
     @property
     def nbytes(self) -> int:
-        return volume(self.bounds) * WIRE_BYTES[self.dtype]
+        return wire_size(self.bounds, self.dtype, self.wire)
 
     def __str__(self) -> str:
         where = ",".join(f"{start}:{stop}" for start, stop in self.bounds)
@@ -78,54 +86,47 @@ class Plan:
     """Of all ops, in order."""
 
     def sends(self, sender: int) -> tuple[CopyOp, ...]:
-        return tuple(op for op in self.ops if op.sender == sender)
+        return tuple(op for op in self.ops if op.sender == sender and op.via < 0)
 
     def receives(self, receiver: int) -> tuple[CopyOp, ...]:
         return tuple(op for op in self.ops if op.receiver == receiver)
 
     @property
     def nbytes(self) -> int:
-        return sum(op.nbytes for op in self.ops)
+        """That leave the trainer ranks."""
+        return sum(op.nbytes for op in self.ops if op.via < 0)
 
     @property
     def num_tensors(self) -> int:
         return len({op.name for op in self.ops})
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    bucket: str
-    name: str
-    dtype: str
-    bounds: Bounds
-    storage: str
-    grain: int
-    receiver: int
-    holders: tuple[int, ...]
-    """Trainer ranks that could send it, ascending."""
-
-    @property
-    def nbytes(self) -> int:
-        return volume(self.bounds) * WIRE_BYTES[self.dtype]
+_Piece = tuple[CopyOp, tuple[int, ...]]
+"""An op whose sender is not chosen yet, and the trainer ranks that it could be, ascending."""
 
 
-_IN_DIGEST = attrgetter("bucket", "name", "dtype", "bounds", "sender", "receiver", "grain", "round")
+_IN_DIGEST = attrgetter(
+    "bucket", "name", "dtype", "bounds", "sender", "receiver", "grain", "round", "via"
+)
 
 
 def ops_digest(ops: Sequence[CopyOp]) -> str:
     """SHA-256 of a canonical text of the ops in their order: equal in every process."""
-    rows = [[*_IN_DIGEST(op), *quantized_storage(op.storage)] for op in ops]
+    kinds = {kind: quantized_storage(kind) for kind in STORAGES}
+    rows = [[*_IN_DIGEST(op), *kinds[op.storage], *kinds[op.wire]] for op in ops]
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
 
-def make_plan(senders: Sequence[Layout], receivers: Sequence[Layout], chunk_bytes: int) -> Plan:
+def make_plan(
+    senders: Sequence[Layout], receivers: Sequence[Layout], chunk_bytes: int, wire: str = "bf16"
+) -> Plan:
     """Plan the copies from all trainer ranks to all workers of a replica, see `copies`."""
-    ops = in_rounds(copies(senders, receivers, chunk_bytes), chunk_bytes)
+    ops = in_rounds(copies(senders, receivers, chunk_bytes, wire), chunk_bytes)
     return Plan(ops, ops_digest(ops))
 
 
 def copies(
-    senders: Sequence[Layout], receivers: Sequence[Layout], chunk_bytes: int
+    senders: Sequence[Layout], receivers: Sequence[Layout], chunk_bytes: int, wire: str = "bf16"
 ) -> list[CopyOp]:
     """Who sends what to whom, bucket by bucket, not in rounds yet.
 
@@ -137,8 +138,10 @@ def copies(
         senders: layout of each trainer rank.
         receivers: layout of each worker of the replica.
         chunk_bytes: most that a worker receives in a round; larger pieces are split.
+        wire: one of WIRES.
 
     Raises:
+        ValueError: unknown `wire`.
         LayoutError: a layout is impossible, or two sides disagree about a tensor.
         PlanError: a part that nobody holds, or a tensor that the replica does not want whole.
     """
@@ -149,8 +152,8 @@ def copies(
     wanted = [by_name(layout) for layout in receivers]
     pieces: dict[str, list[_Piece]] = defaultdict(list)
     for name in sorted({name for layout in wanted for name in layout}):
-        for piece in _pieces(name, held, wanted, chunk_bytes):
-            pieces[piece.bucket].append(piece)
+        for piece in _pieces(name, held, wanted, chunk_bytes, wire):
+            pieces[piece[0].bucket].append(piece)
     load = [0] * len(senders)
     ops: list[CopyOp] = []
     for bucket in sorted(pieces, key=bucket_order):
@@ -204,8 +207,7 @@ def check_plan(plan: Plan, senders: Sequence[Layout], receivers: Sequence[Layout
         if op.sender >= len(senders) or op.receiver >= len(receivers):
             raise PlanError(f"{op} names a rank that does not exist")
     for here, there in pairwise(plan.ops):
-        shares_round = here.round == there.round
-        if here.round > there.round or (shares_round and here.bucket != there.bucket):
+        if here.round > there.round or (here.round == there.round and here.bucket != there.bucket):
             raise PlanError(f"{there} is not ordered by round, or not of the bucket of its round")
         if bucket_order(here.bucket) > bucket_order(there.bucket):
             raise PlanError("ops are not ordered by bucket: pre, layer.0, layer.1, ..., post")
@@ -276,6 +278,7 @@ def _pieces(
     held: Sequence[dict[str, list[TensorSlot]]],
     wanted: Sequence[dict[str, list[TensorSlot]]],
     chunk_bytes: int,
+    wire: str,
 ) -> list[_Piece]:
     sources = [(slot.bounds, r) for r, slots in enumerate(held) for slot in slots.get(name, ())]
     targets = [(slot, r) for r, slots in enumerate(wanted) for slot in slots.get(name, ())]
@@ -311,10 +314,11 @@ def _pieces(
             "the replica is not a complete copy of the model"
         )
     grain = _grain(part for _, part, _, _ in found)
-    return [
-        _Piece(slot.bucket, name, slot.dtype, part, slot.storage, grain, receiver, holders)
-        for slot, part, receiver, holders in found
-    ]
+    pieces = []
+    for slot, part, receiver, holders in found:
+        op = CopyOp(slot.bucket, name, slot.dtype, part, -1, receiver, slot.storage, grain)
+        pieces.append((dataclasses.replace(op, wire=wire_of(slot.storage, wire)), holders))
+    return pieces
 
 
 def _grain(parts: Iterable[Bounds]) -> int:
@@ -354,14 +358,12 @@ def _split(bounds: Bounds, max_elements: int, block: int) -> Iterator[Bounds]:
 def _assign(pieces: Sequence[_Piece], load: list[int]) -> list[CopyOp]:
     """Choose the sender of each piece of a bucket, largest first, and add its bytes to `load`."""
     ops = []
-    for piece in sorted(pieces, key=lambda p: (-p.nbytes, p.name, p.bounds, p.receiver)):
-        sender = min(piece.holders, key=lambda rank: (load[rank], rank))
-        load[sender] += piece.nbytes
-        p = piece
-        ops.append(
-            CopyOp(p.bucket, p.name, p.dtype, p.bounds, sender, p.receiver, p.storage, p.grain)
-        )
-    return sorted(ops, key=lambda op: (op.name, op.bounds, op.receiver))
+    order = attrgetter("name", "bounds", "receiver")
+    for op, holders in sorted(pieces, key=lambda piece: (-piece[0].nbytes, order(piece[0]))):
+        sender = min(holders, key=lambda rank: (load[rank], rank))
+        load[sender] += op.nbytes
+        ops.append(dataclasses.replace(op, sender=sender))
+    return sorted(ops, key=lambda op: (name_order(op.name), op.bounds, op.receiver))
 
 
 def _by_turns(ops: Sequence[CopyOp]) -> list[CopyOp]:

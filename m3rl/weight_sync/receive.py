@@ -1,29 +1,38 @@
 """The replica worker's end of a sync.
 
-    EMPTY ─ prepare ─▶ PREPARED ─ stream ─▶ STREAMED ─ verify ─▶ VERIFIED ─ commit ─▶ READY(version)
-                        ▲    ▲               │    ▲                                       │
-                        │    │               └────┘ stream again: the one full retry      │
-                        │    └──────────────────── prepare ───────────────────────────────┘
+    EMPTY ─ prepare ─▶ PREPARED ─ stream ─▶ STREAMED ─ commit ─▶ READY(version)
+                        ▲    ▲               │    ▲                  │
+                        │    │               └────┘ stream again: the one full retry
+                        │    └──────────────────── prepare ──────────┘
                         └─ prepare ── POISONED ◀── any fault from the first byte on
 
 The load of the engine under a POISONED receiver is given up: weights that it touched serve nothing
 until a whole load commits. With a shadow nothing that serves is touched before `commit`: after an
-earlier fault the receiver is what it was, EMPTY or READY(old). Without verification `commit`
-follows STREAMED, and nothing is known of the bits, NaN included.
+earlier fault the receiver is what it was, EMPTY or READY(old). `stream` says what lies there then,
+and `commit` refuses what is not what the trainer has. Without verification nothing is known of the
+bits, NaN included.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from m3rl.types import LoadPlan, TensorSlot, WeightTarget
-from m3rl.weight_sync.errors import NonFiniteError, RefusedError, SyncError
+from m3rl.weight_sync.delta import Delta
+from m3rl.weight_sync.delta_receive import DeltaRounds
+from m3rl.weight_sync.errors import NonFiniteError, RefusedError, SyncError, VerificationError
 from m3rl.weight_sync.layout import as_slots, check_layout
+from m3rl.weight_sync.messages import Arranged, Passes
 from m3rl.weight_sync.plan import CopyOp, check_receives
-from m3rl.weight_sync.prepare import Prepare, agreed_ops
-from m3rl.weight_sync.receive_rounds import ReceiveRounds, device_of
+from m3rl.weight_sync.prepare import Agreed, Prepare, agreed_ops
+from m3rl.weight_sync.receive_rounds import ReceiveRounds, device_of, places_of
 from m3rl.weight_sync.transport import Deadline, GroupSpec, Transport, worker_name
 
 TARGET_METHODS = (
@@ -35,6 +44,8 @@ TARGET_METHODS = (
     "commit",
     "abort_load",
 )
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Of containers of one machine, too."""
 DRAIN_S = 10.0
 """How long a device may go on with a sync that was given up."""
 
@@ -43,9 +54,17 @@ class ReceiverState(Enum):
     EMPTY = "EMPTY"
     PREPARED = "PREPARED"
     STREAMED = "STREAMED"
-    VERIFIED = "VERIFIED"
     READY = "READY"
     POISONED = "POISONED"
+
+
+class Received(NamedTuple):
+    """How a stream ended."""
+
+    num_bytes: int
+    hashes: bytes | None
+    """Of the part of each tensor that the worker holds, as it lies there, see `TensorSums`; None
+    unless the sync is verified."""
 
 
 class EngineReceiver:
@@ -61,12 +80,18 @@ class EngineReceiver:
         self._name = worker_name(replica, worker)
         self._worker = worker
         self._target: WeightTarget | None = None
+        self._described: list[Any] = []
         self._layout: tuple[TensorSlot, ...] = ()
         self._transport: Transport | None = None
-        self._ops: tuple[CopyOp, ...] | None = None
+        self._agreed: Agreed | None = None
         self._prepare: Prepare | None = None
         self._load_plan: LoadPlan | None = None
         self._rounds: ReceiveRounds | None = None
+        self._held: Any = None
+        """Hashes of what lies there, in the form in which `commit` is told the trainer's."""
+        self._deltas: DeltaRounds | None = None
+        self._base: int | None = None
+        """Serial of the sync whose weights lie where a load would write; None: not known."""
         self._is_stuck = False
         """The device goes on with a sync that was given up; what it writes nobody knows."""
 
@@ -80,12 +105,15 @@ class EngineReceiver:
         if missing:
             raise TypeError(f"{type(target).__name__} cannot be synced: it has no {missing}")
         self._target = target
-        self._layout = as_slots(target.weight_layout())
-        check_layout(self._layout, self._name)
+        check_layout(self._read_layout(), self._name)
 
     def layout(self) -> tuple[TensorSlot, ...]:
         """What the engine holds."""
         return self._layout
+
+    def node(self) -> str:
+        """Names the machine: workers on one are near to each other."""
+        return f"{socket.gethostname()} {BOOT_ID.read_text() if BOOT_ID.exists() else ''}"
 
     def has_shadow(self) -> bool:
         """Whether the engine serves on until `commit`."""
@@ -104,12 +132,17 @@ class EngineReceiver:
         device = device_of(self._target.plan_load(everything).places[0])
         self._transport = Transport.join(spec, spec.worker_rank(self._worker), device)
 
-    def prepare(self, prepare: Prepare) -> None:
-        """Check the ops of a sync and lay out how they arrive; no weight is touched.
+    def prepare(self, prepare: Prepare) -> np.ndarray | None:
+        """Check the ops of a sync; no weight is touched.
+
+        Returns:
+            Of ops not known before where they can be received, see `messages.arrange`, which is
+            what `arrange` is called with before they can be streamed.
 
         Raises:
             RefusedError: the engine's tensors or the ops are not what the driver planned, or do not
-                fit; or the device still works on a sync that was given up.
+                fit; the weights are not those of the delta's base; or the device still works on a
+                sync that was given up.
         """
         if self._transport is None or self._target is None:
             raise RefusedError(f"{self._name} is not connected; connect to it first")
@@ -117,22 +150,46 @@ class EngineReceiver:
             raise RefusedError(
                 f"{self._name}: its device still works on a sync that was given up; restart it"
             )
-        # Read anew: an engine that rearranged its tensors must not be written by an old list.
-        layout = as_slots(self._target.weight_layout())
-        self._ops = agreed_ops(prepare, layout, self._ops, self._name, check_receives)
-        if prepare.ops is not None or self._rounds is None:
-            self._load_plan = self._target.plan_load([(op.name, op.bounds) for op in self._ops])
-            shapes = {slot.name: slot.shape for slot in layout}
-            self._rounds = ReceiveRounds(
-                self._ops, self._load_plan.places, shapes, self._transport.device
+        if prepare.base is not None and prepare.base != self._base:
+            raise RefusedError(
+                f"{self._name} holds the weights of sync {self._base}, and the delta is one to "
+                f"those of sync {prepare.base}; it needs a full sync"
             )
-        if self.state in (ReceiverState.STREAMED, ReceiverState.VERIFIED):
+        agreed = agreed_ops(prepare, self._read_layout(), self._agreed, self._name, check_receives)
+        spots = None
+        if prepare.ops is not None:
+            self._agreed = self._rounds = self._deltas = None
+            self._load_plan = self._target.plan_load([(op.name, op.bounds) for op in agreed.ops])
+            spots = places_of(self._load_plan.places, self._transport.device)
+        self._agreed = agreed
+        if self.state is ReceiverState.STREAMED:
             self._target.abort_load()
         self._prepare = prepare
         self.state = ReceiverState.PREPARED
+        return spots
 
-    def stream(self) -> int:
-        """Receive all ops into their places in the engine; returns the bytes received.
+    def arrange(self, arranged: Arranged, passes: Passes) -> None:
+        """After the first `prepare` of some ops: make room for them as both ends will move them."""
+        self._expect(ReceiverState.PREPARED)
+        assert self._transport is not None, "prepare() needs a connection"
+        assert self._agreed is not None, "prepare() sets the ops"
+        assert self._load_plan is not None, "prepare() plans the load"
+        shapes = {slot.name: slot.shape for slot in self._layout}
+        self._rounds = ReceiveRounds(
+            self._agreed.ops,
+            self._load_plan.places,
+            shapes,
+            self._transport.device,
+            arranged,
+            passes,
+            self._transport.spec.worker_rank,
+        )
+
+    def stream(self, delta: Delta | None = None) -> Received:
+        """Receive all ops into their places in the engine.
+
+        Args:
+            delta: receive only what changed since `Prepare.base`, over what lies there.
 
         Raises:
             TransportError: a trainer rank is late or gone.
@@ -141,63 +198,70 @@ class EngineReceiver:
         prepare = self._expect(ReceiverState.PREPARED, ReceiverState.STREAMED)
         assert self._transport is not None, "prepare() needs a connection"
         assert self._target is not None, "prepare() needs an engine"
-        assert self._ops is not None, "prepare() sets the ops"
-        assert self._rounds is not None, "prepare() lays out the rounds"
+        assert self._agreed is not None, "prepare() sets the ops"
+        assert self._rounds is not None, "arrange() follows prepare()"
         transport, rounds = self._transport, self._rounds
         with self._given_up_unless_done():
+            if delta is not None and (delta.base != self._base or delta.base != prepare.base):
+                raise SyncError(f"{self._name} holds sync {self._base}, not {delta.base}")
+            self._base = None
             if self.state is ReceiverState.STREAMED:
                 self._target.abort_load()
             self._target.begin_load(prepare.version, self._load_plan)
-            self._receive(transport, rounds, verify=prepare.verify)
+            self._receive(transport, rounds, delta, verify=prepare.verify)
             if prepare.verify:
                 self._check_finite(rounds.non_finite())
+            self._held = rounds.hashes() if prepare.verify else None
             self.state = ReceiverState.STREAMED
-        return sum(op.nbytes for op in self._ops)
+        num_bytes = self._agreed.num_bytes if delta is None else delta.nbytes
+        return Received(num_bytes, self._held)
 
-    def verify(self, expected: dict[str, int]) -> list[str]:
-        """Names of the tensors whose bits differ from the trainer's, or that one side lacks.
-
-        Args:
-            expected: hash of the part of each tensor that this worker holds (see `verify.py`).
-        """
-        self._expect(ReceiverState.STREAMED)
+    def clock(self) -> dict[str, float]:
+        """Of the last stream: seconds until its first and last round were posted and until all was
+        in its place, and how many rounds and messages it had."""
         assert self._rounds is not None, "prepare() lays out the rounds"
-        with self._given_up_unless_done():
-            held = self._rounds.hashes()
-        differing = sorted(
-            name
-            for name in held.keys() | expected.keys()
-            if held.get(name) is None or held.get(name) != expected.get(name)
-        )
-        if not differing:
-            self.state = ReceiverState.VERIFIED
-        return differing
+        counts = {"rounds": self._rounds.num_rounds, "messages": self._rounds.num_messages}
+        return self._rounds.clock.seconds | counts
 
-    def commit(self) -> None:
+    def commit(self, expected: Any) -> None:
         """Publish the new version: the engine drops what the old one computed and may serve.
 
+        Args:
+            expected: what the trainer's hashes say that `stream` should have found; None only if
+                the sync is not verified.
+
         Raises:
-            SyncError: not verified.
+            VerificationError: other bits are held.
         """
-        prepare = self._prepare
-        must_verify = prepare is None or prepare.verify
-        self._expect(ReceiverState.VERIFIED if must_verify else ReceiverState.STREAMED)
+        prepare = self._expect(ReceiverState.STREAMED)
         assert self._target is not None, "prepare() needs an engine"
-        assert prepare is not None, "checked by _expect"
+        with self._given_up_unless_done():
+            if expected != self._held or prepare.verify != (expected is not None):
+                raise VerificationError(
+                    f"{self._name} does not hold what the trainer has; nothing is published"
+                )
         with self._given_up_unless_done(is_touched=True):
             self._target.commit()
             self.version = prepare.version
+            self._base = prepare.serial if prepare.keeps else None
             self.state = ReceiverState.READY
 
     def close(self) -> None:
         """Leave the group; a load that was under way is given up."""
-        if self.state in (ReceiverState.STREAMED, ReceiverState.VERIFIED):
+        if self.state is ReceiverState.STREAMED:
             self._give_up(is_touched=not self.has_shadow())
         if self._transport is not None:
             self._transport.close()
         self._transport = None
-        self._ops = None
-        self._rounds = self._load_plan = None
+        self._agreed = self._rounds = self._deltas = self._load_plan = None
+
+    def _read_layout(self) -> tuple[TensorSlot, ...]:
+        """Anew: an engine that rearranged its tensors must not be written by an old list."""
+        assert self._target is not None, "bind() comes first"
+        described = list(self._target.weight_layout())
+        if described != self._described:
+            self._described, self._layout = described, as_slots(described)
+        return self._layout
 
     def _expect(self, *states: ReceiverState) -> Prepare:
         if self.state not in states or self._prepare is None:
@@ -234,13 +298,17 @@ class EngineReceiver:
             self._transport.close()  # whoever still sends learns at once
         self._target.abort_load()
 
-    def _receive(self, transport: Transport, rounds: ReceiveRounds, *, verify: bool) -> None:
+    def _receive(
+        self, transport: Transport, rounds: ReceiveRounds, delta: Delta | None, *, verify: bool
+    ) -> None:
         assert self._target is not None, "prepare() needs an engine"
         deadline = Deadline(transport.spec.timeout_s)
         is_done = False
         try:
-            transport.note("begins")
-            rounds.run(transport, deadline, self._target.written, verify=verify)
+            if delta is None:
+                rounds.run(transport, deadline, self._target.written, verify=verify)
+            else:
+                self._receive_delta(transport, rounds, delta, deadline)
             transport.note("done")
             is_done = True
         finally:
@@ -248,6 +316,18 @@ class EngineReceiver:
                 # What the device was told to do goes on until NCCL is aborted.
                 transport.close()
                 self._is_stuck = not rounds.drain(DRAIN_S)
+
+    def _receive_delta(
+        self, transport: Transport, rounds: ReceiveRounds, delta: Delta, deadline: Deadline
+    ) -> None:
+        assert self._target is not None, "prepare() needs an engine"
+        assert self._agreed is not None, "prepare() sets the ops"
+        assert self._load_plan is not None, "prepare() plans the load"
+        ops, places = self._agreed.ops, self._load_plan.places
+        self._deltas = self._deltas or DeltaRounds(ops, places, rounds.lane)
+        self._deltas.run(delta, transport, deadline)
+        self._target.written(0, len(ops))
+        rounds.find(transport, deadline)
 
     def _check_finite(self, bad: list[CopyOp]) -> None:
         if bad:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from m3rl.weight_sync.errors import PlanError
-from m3rl.weight_sync.layout import Bounds, Layout
+from m3rl.weight_sync.layout import Bounds, Layout, name_order
 from m3rl.weight_sync.plan import (
     CopyOp,
     Plan,
@@ -54,6 +54,62 @@ class RelayedPlan:
             for target in (op.receiver, *onward)
             if target == worker
         ]
+
+
+def largest_part(ops: Iterable[CopyOp]) -> int:
+    """Bytes of the most that trainer ranks send to a worker in a round."""
+    parts: Counter[tuple[int, int]] = Counter()
+    for op in ops:
+        if op.via < 0:
+            parts[op.round, op.receiver] += op.nbytes
+    return max(parts.values())
+
+
+def relayed(plan: Plan, nodes: Sequence[int]) -> Plan:
+    """The plan with what workers of a node pass on to one another as ops of their own (`via`), in
+    the round after; the plan itself where there is nothing to pass on.
+
+    Args:
+        nodes: node of each worker, any numbers.
+    """
+    if len(set(nodes)) == len(nodes):
+        return plan
+    found = relay(plan.ops, nodes, largest_part(plan.ops))
+    passes = [
+        dataclasses.replace(op, receiver=worker, via=op.receiver, round=op.round + 1)
+        for op, onward in zip(found.plan.ops, found.onward, strict=True)
+        for worker in onward
+    ]
+    if not passes:
+        return plan
+    ops = tuple(sorted([*found.plan.ops, *passes], key=lambda op: (op.round, op.receiver)))
+    return Plan(ops, ops_digest(ops))
+
+
+def source_of(ops: Iterable[CopyOp]) -> dict[tuple[int, str, Bounds], int]:
+    """Which op brings a worker a rectangle straight from a trainer rank, by their places."""
+    return {(op.receiver, op.name, op.bounds): k for k, op in enumerate(ops) if op.via < 0}
+
+
+def check_passes(plan: Plan, senders: Sequence[Layout], receivers: Sequence[Layout]) -> None:
+    """Prove that copies and passes bring every worker exactly what it holds, and that each pass is
+    of what has come in the round before.
+
+    Raises:
+        PlanError: names the tensor.
+    """
+    for rank, layout in enumerate(senders):
+        check_sends(layout, plan.sends(rank), f"trainer rank {rank}")
+    for rank, layout in enumerate(receivers):
+        check_receives(layout, plan.receives(rank), f"worker {rank}")
+    sources = source_of(plan.ops)
+    for op in plan.ops:
+        source = sources.get((op.via, op.name, op.bounds))
+        if op.via >= 0 and (source is None or plan.ops[source].round != op.round - 1):
+            raise PlanError(
+                f"worker {op.via} is to pass {op} on to worker {op.receiver} in round {op.round}, "
+                "which has not come there in the round before"
+            )
 
 
 def relay(ops: Sequence[CopyOp], nodes: Sequence[int], chunk_bytes: int) -> RelayedPlan:
@@ -198,4 +254,4 @@ def _row_parts(op: CopyOp, most_bytes: float) -> Iterator[tuple[Bounds, int]]:
 
 
 def _place(op: CopyOp) -> tuple[str, Bounds, int, int]:
-    return op.name, op.bounds, op.receiver, op.sender
+    return name_order(op.name), op.bounds, op.receiver, op.sender

@@ -7,6 +7,8 @@
                      │           └─ any fault ─▶ POISONED: group closed, engine left paused
                      └─ refused: the state stays, no byte has moved
 
+Where a probe is due it comes between commit and resume (`probe.py`).
+
 With a shadow, stream and verify come before the pause; the state stays until then, and a fault
 leaves the replica what it was, with its group closed.
 
@@ -20,22 +22,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Any
+
+import numpy as np
 
 from m3rl.types import RemoteReceiver, SenderGroup, TensorSlot
+from m3rl.weight_sync.delta import Changes
+from m3rl.weight_sync.delta_driver import Offer
 from m3rl.weight_sync.errors import RefusedError, SyncError, VerificationError
-from m3rl.weight_sync.layout import Layout, layout_digest
-from m3rl.weight_sync.plan import CopyOp, Plan, ops_digest
-from m3rl.weight_sync.prepare import Prepare
-from m3rl.weight_sync.receive import EngineReceiver
+from m3rl.weight_sync.hand_over import WorkerReceiver
+from m3rl.weight_sync.layout import Layout
+from m3rl.weight_sync.messages import Limits, arrange
+from m3rl.weight_sync.plan import Plan
+from m3rl.weight_sync.prepare import Prepare, Share
+from m3rl.weight_sync.probe import Probe
+from m3rl.weight_sync.relay import check_passes, largest_part, relayed
+from m3rl.weight_sync.report import Phase, SyncEvent, SyncRecord
 from m3rl.weight_sync.transport import GroupSpec, in_background, worker_name
-from m3rl.weight_sync.verify import HashSums
+from m3rl.weight_sync.verify import Expected, HashSums, differing_tensors
 
-Phase = Literal["prepare", "pause", "stream", "verify", "commit", "resume"]
-PHASES: tuple[Phase, ...] = ("prepare", "pause", "stream", "verify", "commit", "resume")
-
+LIMITS = Limits()
 GRACE_S = 3.0
 """How much longer the driver waits than the ranks do: their better-worded errors come first."""
 
@@ -48,30 +56,6 @@ class ReplicaState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SyncEvent:
-    """A phase of a sync that a replica entered."""
-
-    replica: int
-    phase: Phase
-    version: int
-
-
-@dataclass(slots=True)
-class SyncRecord:
-    """What one sync did to one replica."""
-
-    seconds: dict[Phase, float] = field(default_factory=dict)
-    """Of each phase entered, all attempts together."""
-    paused_s: float = 0.0
-    num_bytes: int = 0
-    """Sent, all attempts together."""
-    mismatches: list[str] = field(default_factory=list)
-    """Tensors that differed, all attempts together."""
-    wire_hash: int | None = None
-    """Of the model's wire bits; None unless verified."""
-
-
-@dataclass(frozen=True, slots=True)
 class Driver:
     """What all replicas of a WeightSync share."""
 
@@ -81,15 +65,9 @@ class Driver:
     timeout_s: float
     verify: bool
     events: list[SyncEvent]
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """The part of the plan that one member does."""
-
-    ops: tuple[CopyOp, ...]
-    ops_digest: str
-    layout_digest: str
+    probe: Probe | None = None
+    keeps: bool = False
+    """See `Prepare.keeps`."""
 
 
 class Replica:
@@ -102,14 +80,26 @@ class Replica:
         self.version: int | None = None
         self.record = SyncRecord()
         self.plan: Plan | None = None
+        self.base: int | None = None
+        """Serial of the sync whose weights it holds and the trainer ranks remember; None: none."""
         self.grains = 0
         """Stands for how the plan cuts columns: wire hashes of equal ones compare."""
         self._sums: HashSums | None = None
         self._driver = driver
         self._has_shadow = False
-        self._shares: dict[str, _Share] = {}
+        self._shares: dict[str, Share] = {}
         """What each member, by name, has to do in a sync."""
         self._ops_known = False
+        self._nodes: list[int] = []
+        """Of each worker; equal ones are near to each other."""
+        self._num_bytes = 0, 0
+        """Of a full sync: sent by trainer ranks, received by workers."""
+        self._planned = 0, 0
+        """The same of the stream under way."""
+        self._finishing: dict[str, Future[Any]] = {}
+        self._num_received = 0
+        self._expected: Expected | None = None
+        """Hashes of the sync under way, once they are known."""
 
     @property
     def status(self) -> str:
@@ -124,12 +114,15 @@ class Replica:
     def attach(self) -> list[tuple[TensorSlot, ...]]:
         """Put a fresh receiver into every worker; returns what each worker holds."""
         self.state, self.version, self._ops_known = ReplicaState.EMPTY, None, False
+        self.base = None
         attached = {
             name: in_background(_attaching(worker, self.number, i), f"attach {name}")
             for i, (name, worker) in enumerate(self._workers().items())
         }
         self._gather("attach", attached)
         self._has_shadow = all(self._gather("attach", self._on_workers("has_shadow")))
+        names = self._gather("attach", self._on_workers("node"))
+        self._nodes = [names.index(name) for name in names]
         return self._gather("layout", self._on_workers("layout"))
 
     def join(
@@ -138,32 +131,37 @@ class Replica:
         """Build the group of this replica, on all members at the same time."""
         connecting = self._on_workers("connect", spec) | self._on_senders("sync_connect", spec)
         self._gather("connect", connecting)
+        plan = relayed(plan, self._nodes)
+        check_passes(plan, senders, workers)
         sends = zip(self._senders(), senders, map(plan.sends, range(len(senders))), strict=True)
         receives = zip(
             self._workers(), workers, map(plan.receives, range(len(workers))), strict=True
         )
-        self._shares = {
-            name: _Share(ops, ops_digest(ops), layout_digest(layout))
-            for name, layout, ops in (*sends, *receives)
-        }
+        self._shares = {name: Share.of(ops, layout) for name, layout, ops in (*sends, *receives)}
         self.plan = plan
+        self._num_bytes = plan.nbytes, sum(op.nbytes for op in plan.ops)
         self._sums = HashSums(plan, len(workers))
         self.grains = hash(frozenset((op.name, op.grain) for op in plan.ops))
 
-    def run(self, version: int, serial: int) -> None:
+    def run(self, version: int, serial: int, offer: Offer | None = None) -> None:
         """Bring the replica to READY(version).
+
+        Args:
+            offer: of what changed since the sync `base`.
 
         Raises:
             RefusedError: refused before a byte moved; the state is unchanged.
             SyncError: failed: POISONED, or with a shadow what it was; or whatever else a call on a
                 member raised. `disconnect` comes next.
         """
-        self.record = SyncRecord()
+        self.record, self._expected, self._finishing = SyncRecord(), None, {}
         if self.plan is None:
             raise RefusedError(f"not connected; call connect({self.number}) first")
         is_done = False
+        base, self.base = self.base, None
         try:
-            self._bring(self.plan, version, serial)
+            self._bring(version, serial, base, offer)
+            self.base = serial if self._driver.keeps else None
             is_done = True
         except RefusedError:
             is_done = True
@@ -192,33 +190,39 @@ class Replica:
             complaint for name, future in senders.items() if (complaint := _complaint(name, future))
         ]
 
-    def _bring(self, plan: Plan, version: int, serial: int) -> None:
+    def _bring(self, version: int, serial: int, base: int | None, offer: Offer | None) -> None:
         with self._phase("prepare", version):
-            self._prepare(version, serial)
+            # Others of the plan wait, too: the ranks compare before they remember what is new.
+            changes = None if offer is None else self._accepted(offer, base)
+            self._prepare(version, serial, None if changes is None else changes.base)
         if self._has_shadow:
-            self._stream_until_equal(plan, version)
+            self._stream_until_equal(version, changes)
         self.state = ReplicaState.SYNCING
         paused_at = time.monotonic()
         with self._phase("pause", version):
             self._bounded("pause", self._driver.pause)
         if not self._has_shadow:
-            self._stream_until_equal(plan, version)
+            self._stream_until_equal(version, changes)
         with self._phase("commit", version):
-            self._gather("commit", self._on_workers("commit"))
-        with self._phase("resume", version):
-            self._bounded("resume", self._driver.resume)
-        self.state, self.version = ReplicaState.READY, version
+            self._commit(None if self._expected is None else self._expected.by_worker)
+        self._begin_to_serve(version)
         self.record.paused_s = time.monotonic() - paused_at
 
-    def _stream_until_equal(self, plan: Plan, version: int) -> None:
-        """Stream and verify; once more when a tensor differs, for a fault that does not repeat."""
-        for _attempt in range(2):
+    def _accepted(self, offer: Offer, base: int | None) -> Changes | None:
+        """The delta of an offer, if it pays and is one to what this replica holds."""
+        changes: Changes | None = self._gather("prepare", {"trainer ranks": offer.changes})[0]
+        return changes if offer.base == base else None
+
+    def _stream_until_equal(self, version: int, changes: Changes | None) -> None:
+        """Stream and verify; once more, and all, if a fault or a wrong base left a difference."""
+        for attempt in (changes, None):
             with self._phase("stream", version):
-                hashes = self._stream(plan)
+                sent, held = self._stream(attempt)
+            self.record.is_delta = attempt is not None
             if not self._driver.verify:
                 return
             with self._phase("verify", version):
-                differing = self._verify(hashes)
+                differing = self._differing(sent, held)
             if not differing:
                 return
             self.record.mismatches += differing
@@ -227,56 +231,95 @@ class Replica:
             f"after two full attempts: {', '.join(differing[:3])}; restart the replica"
         )
 
-    def _prepare(self, version: int, serial: int) -> None:
+    def _prepare(self, version: int, serial: int, base: int | None) -> None:
         asked: dict[str, Future[Any]] = {}
         for rank, name in enumerate(self._senders()):
-            prepare = self._announcement(name, version, serial)
+            prepare = self._announcement(name, version, serial, base)
             asked[name] = self._driver.senders.call(rank, "sync_prepare", self.number, prepare)
         for name, worker in self._workers().items():
-            asked[name] = worker.call("prepare", self._announcement(name, version, serial))
-        self._gather("prepare", asked)
+            asked[name] = worker.call("prepare", self._announcement(name, version, serial, base))
+        spots = self._gather("prepare", asked)
+        if not self._ops_known:
+            assert self.plan is not None, "run() checks it"
+            num_senders = self._driver.senders.num_ranks
+            sides = spots[:num_senders], spots[num_senders:]
+            chunk_bytes = largest_part(self.plan.ops)
+            sends, receives = arrange(self.plan.ops, *sides, chunk_bytes, LIMITS)
+            told = {
+                name: self._driver.senders.call(rank, "sync_arrange", self.number, sends[rank])
+                for rank, name in enumerate(self._senders())
+            }
+            for (name, worker), arranged in zip(self._workers().items(), receives, strict=True):
+                told[name] = worker.call("arrange", *arranged)
+            self._gather("prepare", told)
         self._ops_known = True
 
-    def _announcement(self, member: str, version: int, serial: int) -> Prepare:
-        share = self._shares[member]
-        return Prepare(
-            version=version,
-            serial=serial,
-            layout_digest=share.layout_digest,
-            ops_digest=share.ops_digest,
-            ops=None if self._ops_known else share.ops,
-            verify=self._driver.verify,
-        )
+    def _announcement(self, member: str, version: int, serial: int, base: int | None) -> Prepare:
+        options = {"verify": self._driver.verify, "keeps": self._driver.keeps, "base": base}
+        share, is_known = self._shares[member], self._ops_known
+        return share.announce(version, serial, is_known=is_known, **options)
 
-    def _stream(self, plan: Plan) -> dict[str, Future[Any]]:
-        """Move all bytes; returns the trainer ranks' hashes, computed meanwhile."""
-        receiving = self._on_workers("stream")
-        self._gather("stream", self._on_senders("sync_stream", self.number))
-        hashes = self._on_senders("sync_hashes", self.number) if self._driver.verify else {}
-        received = self._gather("stream", receiving)
-        sent = self._gather("stream", self._on_senders("sync_finish", self.number))
-        self.record.num_bytes += sum(sent)
-        if not sum(sent) == sum(received) == plan.nbytes:
-            raise SyncError(
-                f"replica {self.number}: {sum(sent)} bytes sent, {sum(received)} received, "
-                f"{plan.nbytes} planned"
-            )
-        return hashes
+    def _stream(self, changes: Changes | None) -> tuple[list[np.ndarray], list[bytes]]:
+        """Move the bytes; returns the hashes of trainer ranks and of workers, if verified."""
+        self._finish()
+        self._planned = self._num_bytes if changes is None else (changes.nbytes,) * 2
+        senders, workers = ({}, {}) if changes is None else changes.deltas()
+        call = self._driver.senders.call
+        streaming = {
+            name: call(rank, "sync_stream", self.number, senders.get(rank))
+            for rank, name in enumerate(self._senders())
+        }
+        for i, (name, worker) in enumerate(self._workers().items()):
+            streaming[name] = worker.call("stream", workers.get(i))
+        hashing = self._on_senders("sync_hashes", self.number) if self._driver.verify else {}
+        hashing = {f"hashes of {name}": future for name, future in hashing.items()}
+        answers = self._gather("stream", streaming | hashing)
+        self._finishing = self._on_senders("sync_finish", self.number)
+        received = answers[self._driver.senders.num_ranks : len(streaming)]
+        self._num_received = sum(num_bytes for num_bytes, _ in received)
+        return answers[len(streaming) :], [hashes for _, hashes in received]
 
-    def _verify(self, hashes: Mapping[str, Future[Any]]) -> list[str]:
-        by_sender = self._gather("verify", hashes)
+    def _finish(self) -> None:
+        """Hear of the trainer ranks that the last stream has ended as it should."""
+        if self._finishing:
+            sent = sum(self._gather("stream", self._finishing))
+            self._finishing = {}
+            self.record.num_bytes += sent
+            if (sent, self._num_received) != self._planned:
+                raise SyncError(
+                    f"replica {self.number}: {sent} bytes sent and {self._num_received} received, "
+                    f"{self._planned} planned"
+                )
+
+    def _differing(self, sent: list[np.ndarray], held: list[bytes]) -> list[str]:
+        """Names of the tensors whose bits differ from the trainer's."""
         assert self._sums is not None, "join() comes first"
-        expected = self._sums.expected(by_sender)
+        self._expected = expected = self._sums.expected(sent)
         self.record.wire_hash = expected.wire
-        verifying = {
-            name: worker.call("verify", expected.by_worker[i])
+        each = zip(self._sums.names, held, expected.by_worker, strict=True)
+        return sorted({name for ends in each for name in differing_tensors(*ends)})
+
+    def _commit(self, expected: Sequence[Any] | None) -> None:
+        committing = {
+            name: worker.call("commit", None if expected is None else expected[i])
             for i, (name, worker) in enumerate(self._workers().items())
         }
-        return sorted({name for names in self._gather("verify", verifying) for name in names})
+        self._gather("commit", committing)
+        self._finish()
 
     def _bounded(self, phase: Phase, call: Callable[[int], object]) -> None:
         name = f"{phase}({self.number})"
         self._gather(phase, {name: in_background(lambda: _settled(call(self.number)), name)})
+
+    def _begin_to_serve(self, version: int) -> None:
+        probe, name = self._driver.probe, f"probe({self.number})"
+        if probe is not None and probe.is_due(version):
+            with self._phase("probe", version):
+                asked = {name: in_background(lambda: probe.error(self.number), name)}
+                self.record.probe_error = self._gather("probe", asked)[0]
+        with self._phase("resume", version):
+            self._bounded("resume", self._driver.resume)
+        self.state, self.version = ReplicaState.READY, version
 
     @contextmanager
     def _phase(self, phase: Phase, version: int) -> Iterator[None]:
@@ -320,7 +363,7 @@ class Replica:
 
 
 def _attaching(worker: RemoteReceiver, replica: int, number: int) -> Callable[[], None]:
-    return lambda: worker.attach(EngineReceiver(replica, number))
+    return lambda: worker.attach(WorkerReceiver(replica, number))
 
 
 def _closing(worker: RemoteReceiver, timeout_s: float) -> Callable[[], None]:

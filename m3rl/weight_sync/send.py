@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from m3rl.types import TensorSlot
+from m3rl.weight_sync.delta import Delta
+from m3rl.weight_sync.delta_send import Snapshot
 from m3rl.weight_sync.errors import RefusedError, SyncError
 from m3rl.weight_sync.layout import Bounds, check_layout, volume
-from m3rl.weight_sync.plan import CopyOp, check_sends
-from m3rl.weight_sync.prepare import Prepare, agreed_ops
-from m3rl.weight_sync.send_hashes import PartKey, SendHashes, part_key
-from m3rl.weight_sync.send_rounds import SendRounds, Weights
+from m3rl.weight_sync.messages import Arranged
+from m3rl.weight_sync.plan import check_sends
+from m3rl.weight_sync.prepare import Agreed, Prepare, agreed_ops
+from m3rl.weight_sync.send_hashes import SendHashes
+from m3rl.weight_sync.send_rounds import SendRounds, Weights, places_of
 from m3rl.weight_sync.transport import Deadline, GroupSpec, Transport, in_background
-from m3rl.weight_sync.verify import OpHash
 
 
 @dataclass(slots=True)
@@ -27,11 +29,14 @@ class _Link:
     """This rank's side of the group of one replica."""
 
     transport: Transport
-    ops: tuple[CopyOp, ...] | None = None
+    agreed: Agreed | None = None
     prepare: Prepare | None = None
     rounds: SendRounds | None = None
     stream: Future[int] | None = None
     """Ends with the bytes sent."""
+    hashes: Future[np.ndarray] = field(default_factory=Future)
+    """Of the sync that was prepared; begun when the first round is under way."""
+    is_hashing: bool = False
 
 
 @dataclass(slots=True)
@@ -39,7 +44,8 @@ class _Hashes:
     """What was hashed for one sync, shared by its replicas."""
 
     serial: int
-    by_part: dict[PartKey, OpHash] = field(default_factory=dict)
+    by_ops: dict[str, np.ndarray] = field(default_factory=dict)
+    """By digest of the ops: replicas of one plan have the same."""
 
 
 class Sender:
@@ -73,9 +79,11 @@ class Sender:
         self._stays = stays
         self._links: dict[int, _Link] = {}
         self._hashers: dict[str, SendHashes] = {}
-        """By digest of the ops: replicas of one plan share them."""
+        """By digest of the ops."""
         self._hashes = _Hashes(serial=-1)
         self._hash_lock = threading.Lock()
+        self._snapshots: dict[str, Snapshot] = {}
+        """By digest of the ops; under the lock."""
 
     def sync_layout(self) -> tuple[TensorSlot, ...]:
         """What this rank holds."""
@@ -90,56 +98,95 @@ class Sender:
         self.sync_close(spec.replica)
         self._links[spec.replica] = _Link(Transport.join(spec, self.rank, self._device()))
 
-    def sync_prepare(self, replica: int, prepare: Prepare) -> None:
+    def sync_prepare(self, replica: int, prepare: Prepare) -> np.ndarray | None:
         """Check the ops of a sync.
+
+        Returns:
+            Of ops not known before where they can be sent from, see `messages.arrange`, which is
+            what `sync_arrange` is called with before they can be streamed.
 
         Raises:
             RefusedError: they are not the driver's, or this rank does not hold what it is to send.
         """
         link = self._link(replica)
-        link.ops = agreed_ops(
-            prepare, self._layout, link.ops, f"trainer rank {self.rank}", check_sends
-        )
-        link.prepare = prepare
-        if prepare.ops is not None:
-            link.rounds = None
+        owner = f"trainer rank {self.rank}"
+        link.agreed = agreed_ops(prepare, self._layout, link.agreed, owner, check_sends)
+        link.prepare, link.hashes, link.is_hashing = prepare, Future(), False
         with self._hash_lock:
             if self._hashes.serial != prepare.serial:
                 self._hashes = _Hashes(prepare.serial)
                 used = {one.prepare.ops_digest for one in self._links.values() if one.prepare}
                 self._hashers = {d: h for d, h in self._hashers.items() if d in used}
+                self._snapshots = {d: s for d, s in self._snapshots.items() if d in used}
+        if prepare.ops is None:
+            return None
+        link.rounds = None
+        return places_of(prepare.ops, self._weights(), link.transport.device)
 
-    def sync_stream(self, replica: int) -> None:
-        """Begin to send in the background; `sync_finish` tells how it ended."""
+    def sync_arrange(self, replica: int, arranged: Arranged) -> None:
+        """After the first `sync_prepare` of some ops: lay out how both ends will move them."""
         link = self._link(replica)
-        if link.prepare is None:
+        assert link.agreed is not None, "sync_prepare() sets the ops"
+        transport = link.transport
+        link.rounds = SendRounds(
+            link.agreed.ops,
+            self._weights(),
+            transport.device,
+            transport.spec.worker_rank,
+            arranged,
+        )
+
+    def sync_compare(self, replica: int, base: int) -> np.ndarray:
+        """How many elements of each op changed since sync `base`, and how many of its scales,
+        [ops, 2] int64.
+
+        Raises:
+            RefusedError: it does not know what it sent.
+            NonFiniteError: NaN or infinity among what is held in MXFP8.
+        """
+        agreed = self._agreed(replica)
+        if not agreed.ops:
+            return np.zeros((0, 2), np.int64)
+        with self._hash_lock:
+            return self._snapshot(agreed).compare(base)
+
+    def sync_pack(self, replica: int, serial: int) -> None:
+        """After `sync_compare`: pack what changed, for sync `serial`."""
+        agreed = self._agreed(replica)
+        if agreed.ops:
+            with self._hash_lock:
+                self._snapshot(agreed).pack(serial)
+
+    def sync_release(self, serial: int) -> None:
+        """Give up what was packed for sync `serial`."""
+        with self._hash_lock:
+            for snapshot in self._snapshots.values():
+                snapshot.release(serial)
+
+    def sync_stream(self, replica: int, delta: Delta | None = None) -> None:
+        """Begin to send in the background; `sync_finish` tells how it ended.
+
+        Args:
+            delta: send what was packed, instead of all.
+        """
+        link = self._link(replica)
+        if link.prepare is None or link.rounds is None:
             raise SyncError(f"trainer rank {self.rank}: sync_stream({replica}) before sync_prepare")
-        link.stream = in_background(lambda: self._stream(link), f"sync-replica-{replica}")
+        link.stream = in_background(lambda: self._stream(link, delta), f"sync-replica-{replica}")
 
     def sync_hashes(self, replica: int) -> np.ndarray:
-        """`OpHash` of every rectangle this rank sends to the replica, in the order of its ops.
-
-        Read anew from the weights, not from the buffers that were sent; what the replica holds
-        quantised is quantised here too. Replicas of one sync share them.
+        """Of what is sent in a verified sync; ends when they are computed, beside the sending, or
+        with `sync_close`.
 
         Returns:
-            [ops, 2] uint64.
+            `OpHash` of every rectangle this rank sends to the replica, in the order of its ops,
+            [ops, 2] uint64: read anew from the weights, not from the buffers that were sent; what
+            the replica holds quantised is quantised here too.
 
         Raises:
             NonFiniteError: NaN or infinity among the weights.
         """
-        link = self._link(replica)
-        if link.ops is None or link.prepare is None:
-            raise SyncError(f"trainer rank {self.rank}: sync_hashes({replica}) before sync_prepare")
-        with self._hash_lock:
-            known = self._hashes.by_part
-            if not all(part_key(op) in known for op in link.ops):
-                digest = link.prepare.ops_digest
-                if digest not in self._hashers:
-                    self._hashers[digest] = SendHashes(link.ops, self._weights())
-                known |= self._hashers[digest].compute()
-            hashes = [known[part_key(op)] for op in link.ops]
-        return np.array(hashes, np.uint64).reshape(-1, 2)
+        return self._link(replica).hashes.result()
 
     def sync_finish(self, replica: int) -> int:
         """Bytes sent to the replica; called once the replica has received everything.
@@ -150,7 +197,14 @@ class Sender:
         link = self._link(replica)
         if link.stream is None:
             raise SyncError(f"trainer rank {self.rank}: sync_finish({replica}) before sync_stream")
-        return link.stream.result(timeout=link.transport.spec.timeout_s)
+        return link.stream.result(link.transport.spec.timeout_s)
+
+    def sync_clock(self, replica: int) -> dict[str, float]:
+        """Of the last stream: seconds until its first and last round were posted, and until all
+        was sent."""
+        rounds = self._link(replica).rounds
+        assert rounds is not None, "sync_prepare() lays out the rounds"
+        return dict(rounds.clock.seconds)
 
     def sync_close(self, replica: int) -> str | None:
         """Leave the group of a replica; returns what had gone wrong while sending, if anything.
@@ -164,7 +218,12 @@ class Sender:
             return None
         link.transport.interrupt()
         try:
-            error = link.stream.exception(link.transport.spec.timeout_s) if link.stream else None
+            timeout_s = link.transport.spec.timeout_s
+            error = link.stream.exception(timeout_s) if link.stream else None
+            if link.is_hashing:
+                link.hashes.exception(timeout_s)  # it reads weights
+            elif not link.hashes.done():
+                link.hashes.set_exception(SyncError("nothing was hashed: the group is left"))
         finally:
             link.transport.close()
         return None if error is None else f"{type(error).__name__}: {error}"
@@ -177,22 +236,76 @@ class Sender:
             )
         return self._links[replica]
 
-    def _stream(self, link: _Link) -> int:
-        assert link.ops is not None, "sync_prepare() sets the ops"
+    def _agreed(self, replica: int) -> Agreed:
+        agreed = self._link(replica).agreed
+        if agreed is None:
+            raise RefusedError(f"trainer rank {self.rank} has sent nothing to replica {replica}")
+        return agreed
+
+    def _snapshot(self, agreed: Agreed) -> Snapshot:
+        digest = agreed.ops_digest
+        if digest not in self._snapshots:
+            self._snapshots[digest] = Snapshot(agreed.ops, self._weights())
+        return self._snapshots[digest]
+
+    def _stream(self, link: _Link, delta: Delta | None) -> int:
+        assert link.rounds is not None, "sync_arrange() lays them out"
+        assert link.agreed is not None, "sync_prepare() sets the ops"
         transport = link.transport
         is_complete = False
         try:
-            if link.rounds is None:
-                rank_of = transport.spec.worker_rank
-                link.rounds = SendRounds(link.ops, self._weights(), transport.device, rank_of)
-            transport.note("begins")
-            link.rounds.run(transport, Deadline(transport.spec.timeout_s))
+            deadline = Deadline(transport.spec.timeout_s)
+            if delta is None:
+                link.rounds.run(transport, deadline, lambda: self._begin_hashes(link))
+                num_bytes = link.agreed.num_bytes
+            else:
+                self._begin_hashes(link)
+                num_bytes = self._stream_delta(link.agreed, delta, transport, deadline)
             transport.note("done")
             is_complete = True
-            return sum(op.nbytes for op in link.ops)
+            return num_bytes
         finally:
             if not is_complete:
                 transport.close()
+
+    def _stream_delta(
+        self, agreed: Agreed, delta: Delta, transport: Transport, deadline: Deadline
+    ) -> int:
+        if not agreed.ops:
+            transport.note("begins")
+            return 0
+        snapshot = self._snapshots[agreed.ops_digest]
+        return snapshot.send(delta, transport, deadline, transport.spec.worker_rank)
+
+    def _begin_hashes(self, link: _Link) -> None:
+        agreed, prepare, hashes = link.agreed, link.prepare, link.hashes
+        assert agreed is not None, "sync_prepare() sets the ops"
+        assert prepare is not None, "sync_prepare() sets it"
+        if not prepare.verify or link.is_hashing:
+            return
+        link.is_hashing = True
+
+        def compute() -> None:
+            try:
+                hashes.set_result(self._hashes_of(agreed, prepare))
+            except BaseException as error:  # it belongs to who waits for the hashes
+                hashes.set_exception(error)
+
+        in_background(compute, "sync-hashes")
+
+    def _hashes_of(self, agreed: Agreed, prepare: Prepare) -> np.ndarray:
+        with self._hash_lock:
+            known = self._hashes.by_ops
+            digest = agreed.ops_digest
+            if digest not in known:
+                if not agreed.ops:
+                    return np.zeros((0, 2), np.uint64)
+                if digest not in self._hashers:
+                    self._hashers[digest] = SendHashes(agreed.ops, self._weights())
+                known[digest] = self._hashers[digest].compute()
+                if prepare.keeps:
+                    self._snapshot(agreed).take(prepare.serial)
+            return known[digest]
 
     def _weights(self) -> Weights:
         shapes = {slot.name: slot.shape for slot in self._layout}

@@ -6,30 +6,26 @@ between reading and sending changes is seen, and a replica that dies takes no ha
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from inference.kernels.mxfp8 import BLOCK_SIZE, MXFP8Tensor, QuantizeTable
-from inference.kernels.tensor_hash import HashPart, HashTable, combine
+from inference.kernels.tensor_hash import HashPart, HashTable
 from m3rl.weight_sync.errors import NonFiniteError
 from m3rl.weight_sync.lane import Lane
-from m3rl.weight_sync.layout import Bounds, extents, volume
+from m3rl.weight_sync.layout import extents, volume
 from m3rl.weight_sync.plan import CopyOp
 from m3rl.weight_sync.rounds import Range, Slots
 from m3rl.weight_sync.send_rounds import Weights
-from m3rl.weight_sync.verify import OpHash, hash_parts
+from m3rl.weight_sync.verify import Found, hash_parts
 
 BATCH_BYTES = 256 << 20
 """Copied and quantised at a time, where hashing needs that."""
-
-PartKey = tuple[str, Bounds, str, int]
-
-
-def part_key(op: CopyOp) -> PartKey:
-    """What ops of one hash have in common."""
-    return op.name, op.bounds, op.storage, op.grain
 
 
 class SendHashes:
@@ -38,10 +34,19 @@ class SendHashes:
     def __init__(self, ops: Sequence[CopyOp], weights: Weights) -> None:
         self._weights = weights
         self._lane = Lane(weights.device)
-        self._ops = list({part_key(op): op for op in ops}.values())
+        distinct: dict[object, CopyOp] = {}
+        keys = [(op.name, op.bounds, op.storage, op.grain) for op in ops]
+        for key, op in zip(keys, ops, strict=True):
+            distinct.setdefault(key, op)
+        numbers = {key: i for i, key in enumerate(distinct)}
+        self._number_P = np.array([numbers[key] for key in keys], int)
+        """Op -> number of its rectangle."""
+        # As they are read, however they travel.
+        self._ops = [dataclasses.replace(op, wire="plain") for op in distinct.values()]
         copied = range(0 if weights.stays else len(self._ops))
         self._batches = list(_batches(self._ops, copied))
-        slots = Slots(self._ops, self._batches, copied, weights.device)
+        batches = [range(*batch) for batch in self._batches]
+        slots = Slots(self._ops, batches, copied, weights.device)
         self._tensors = [
             slots.tensor(i) if i in copied else weights.of(op) for i, op in enumerate(self._ops)
         ]
@@ -51,23 +56,28 @@ class SendHashes:
         parts: list[HashPart] = []
         self._work: list[tuple[Range, Range]] = []
         """Of each batch, ranges of what is quantised and of what is hashed."""
-        self._parts_of: list[Range] = []
-        """The first part of each op is of its wire bits, others of what is made of them."""
+        firsts: list[int] = []
         for first, last in self._batches:
             before = len(quantizes), len(parts)
             for i in range(first, last):
-                op, tensor, first_part = self._ops[i], self._tensors[i], len(parts)
+                op, tensor = self._ops[i], self._tensors[i]
+                firsts.append(len(parts))
                 parts += hash_parts(op, tensor, weights.shapes[op.name])
                 if op.storage == "mxfp8":
                     quantizes.append((tensor, scratch.tensor(i)))
                     parts += hash_parts(op, scratch.tensor(i), weights.shapes[op.name])
-                self._parts_of.append((first_part, len(parts)))
             self._work.append(((before[0], len(quantizes)), (before[1], len(parts))))
         self._quantizes = QuantizeTable(quantizes) if quantizes else None
         self._hashes = HashTable(parts)
+        self._found = Found(self._hashes)
+        self._first_parts = np.array(firsts)
+        """Of each rectangle: of its wire bits. Those behind it are of what is made of them."""
 
-    def compute(self) -> dict[PartKey, OpHash]:
+    def compute(self) -> np.ndarray:
         """Hashes of the present weights; waits for the device.
+
+        Returns:
+            `OpHash` of each op of the share, [ops, 2] uint64.
 
         Raises:
             NonFiniteError: NaN or infinity among them.
@@ -81,16 +91,19 @@ class SendHashes:
                 if self._quantizes is not None:
                     self._quantizes.launch(*quantizes)
                 self._hashes.launch(*parts)
-            values, flags = self._hashes.read(), self._hashes.flags.tolist()
-        found = {}
-        for op, (first, last) in zip(self._ops, self._parts_of, strict=True):
-            if flags[first]:
-                raise NonFiniteError(
-                    f"{self._weights.owner}: NaN or infinity in {op}; such weights are not served"
-                )
-            wire, stored = values[first], values[first + 1 : last]
-            found[part_key(op)] = OpHash(wire, combine(stored) if stored else wire)
-        return found
+            self._found.fetch()
+            self._lane.drain(math.inf)
+        first_P = self._first_parts
+        bad = np.flatnonzero(self._found.flags[first_P])
+        if bad.size:
+            raise NonFiniteError(
+                f"{self._weights.owner}: NaN or infinity in {self._ops[bad[0]]}; such weights are "
+                "not served"
+            )
+        wire = self._found.sums[first_P]
+        rest = np.add.reduceat(self._found.sums, first_P) - wire  # modulo 2^64
+        has_more = np.diff(first_P, append=len(self._hashes)) > 1
+        return np.stack((wire, np.where(has_more, rest, wire)), 1)[self._number_P]
 
 
 class _Scratch:

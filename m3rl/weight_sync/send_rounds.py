@@ -1,7 +1,8 @@
 """A trainer rank's share of a sync, round by round.
 
 in place    a view that stays, contiguous, on the transport's device: sent from where it is
-staged      all else: read into one of two slots, and sent from there
+staged      all else, and small parts of packed messages: read or quantised into one of two slots,
+            and sent from there
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from inference.kernels.copy_table import CopyTable
 from m3rl.weight_sync.errors import SyncError
 from m3rl.weight_sync.lane import Lane
 from m3rl.weight_sync.layout import Bounds, extents
+from m3rl.weight_sync.messages import Arranged, unjoined
 from m3rl.weight_sync.plan import CopyOp
-from m3rl.weight_sync.rounds import RUN_AHEAD, Slots, round_ranges
+from m3rl.weight_sync.rounds import RUN_AHEAD, Clock, Range, Slots, joined, spots, staged_ops, title
 from m3rl.weight_sync.transport import (
     WIRE_DTYPES,
     Deadline,
@@ -27,6 +31,7 @@ from m3rl.weight_sync.transport import (
     Transport,
     wire_bytes,
 )
+from m3rl.weight_sync.wire import Quantizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +63,10 @@ class Weights:
 @dataclass(frozen=True, slots=True)
 class _Round:
     sends: tuple[Transfer, ...]
+    copies: Range
+    """Of views that stay, into the round's slot."""
     fills: tuple[tuple[CopyOp, Tensor], ...]
-    """Ops to be read, and their places in the round's slot."""
+    """Ops to be read, and their places in the round's slot; without what is quantised."""
 
 
 class SendRounds:
@@ -71,57 +78,106 @@ class SendRounds:
         weights: Weights,
         device: torch.device,
         rank_of: Callable[[int], int],
+        arranged: Arranged | None = None,
     ) -> None:
         """
         Args:
             ops: the trainer rank's share, in order.
             device: the transport's.
             rank_of: group rank of a worker.
+            arranged: rounds and messages; None: those of the plan.
         """
+        arranged = unjoined(ops) if arranged is None else arranged
         self._weights = weights
         self._lane = Lane(weights.device)
-        ranges = round_ranges(ops)
-        views = [weights.of(op) if weights.stays else None for op in ops]
-        in_place = [_bytes_of(view, device) for view in views]
-        staged = {i for i, wire in enumerate(in_place) if wire is None}
-        slots = Slots(
-            ops, ranges, staged, device, is_pinned=device.type == "cpu" != weights.device.type
-        )
+        self.clock = Clock()
+        in_place = _wires(ops, weights, device)
+        staged = staged_ops(arranged, in_place)
+        rounds = [[*itertools.chain(*messages)] for messages in arranged]
+        is_pinned = device.type == "cpu" != weights.device.type
+        slots = Slots(ops, rounds, staged, device, is_pinned=is_pinned)
+        self._quantizer = Quantizer(ops, rounds, slots, weights)
         tags: dict[int, Iterator[int]] = defaultdict(itertools.count)
+        wires = slots.wires(in_place)
+        stays_there = weights.stays and weights.device == device
+        copies: list[tuple[Tensor, Tensor]] = []
         self._rounds: list[_Round] = []
-        for first, last in ranges:
-            sends, fills = [], []
-            for i in range(first, last):
-                wire, peer = in_place[i], rank_of(ops[i].receiver)
-                if wire is None:
-                    fills.append((ops[i], slots.tensor(i)))
-                    wire = slots.wire(i)
-                sends.append(Transfer(wire, peer, next(tags[peer]), ops[i]))
-            self._rounds.append(_Round(tuple(sends), tuple(fills)))
+        for messages in arranged:
+            sends, fills, before = [], [], len(copies)
+            for message in messages:
+                peer = rank_of(ops[message[0]].receiver)
+                what = title([ops[i] for i in message])
+                run = joined([wires[i] for i in message])
+                sends.append(Transfer(run, peer, next(tags[peer]), what))
+                for i in (i for i in message if i in staged and ops[i].wire == "plain"):
+                    view = weights.of(ops[i]) if stays_there else None
+                    if view is not None and view.stride()[-1:] in ((), (1,)):
+                        copies.append((view, slots.tensor(i)))
+                    else:
+                        fills.append((ops[i], slots.tensor(i)))
+            copied = before, len(copies)
+            self._rounds.append(_Round(tuple(sends), copied, tuple(fills)))
+        self._copies = CopyTable(copies) if copies else None
 
-    def run(self, transport: Transport, deadline: Deadline) -> None:
+    def run(
+        self,
+        transport: Transport,
+        deadline: Deadline,
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
         """Send all rounds; returns when the peers have received them.
+
+        Args:
+            begun: called when the first round is under way.
 
         Raises:
             SyncError: a read gave something else than the plan says.
+            NonFiniteError: NaN or infinity in what was quantised.
             TransportError: a member is late or gone.
         """
+        self.clock = Clock()
+        if not self._rounds:
+            transport.note("begins")
+            begun()
         with torch.no_grad(), self._lane.entered():
+            self._quantizer.reset()
             under_way: deque[Posted] = deque()
             marks: deque[torch.cuda.Event | None] = deque()
-            for here in self._rounds:
+            for number, here in enumerate(self._rounds):
                 if len(under_way) == 2:
                     # Its slot is that of the round two before.
                     transport.wait(under_way.popleft(), deadline)
+                if self._copies is not None:
+                    self._copies.launch(*here.copies)
                 for op, place in here.fills:
                     place.copy_(self._weights.of(op))
+                self._quantizer.fill(number)
                 under_way.append(transport.post(sends=here.sends))
+                if not marks:
+                    self.clock.note("first_post")
+                    transport.note("begins")
+                    begun()
                 marks.append(self._lane.mark())
+                self.clock.note("last_post")
                 if len(marks) > RUN_AHEAD:
                     transport.wait_for_device(marks.popleft(), deadline)
             for posted in under_way:
                 transport.wait(posted, deadline)
             transport.wait_for_device(self._lane.mark(), deadline)
+            self._quantizer.check()
+        self.clock.note("done")
+
+
+def places_of(ops: Sequence[CopyOp], weights: Weights, device: torch.device) -> np.ndarray:
+    """Where ops can be sent from where they are, see `rounds.spots`."""
+    return spots(_wires(ops, weights, device))
+
+
+def _wires(ops: Sequence[CopyOp], weights: Weights, device: torch.device) -> list[Tensor | None]:
+    return [
+        _bytes_of(weights.of(op) if weights.stays and op.wire == "plain" else None, device)
+        for op in ops
+    ]
 
 
 def _bytes_of(view: Tensor | None, device: torch.device) -> Tensor | None:

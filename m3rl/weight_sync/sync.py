@@ -5,7 +5,8 @@
        ▼                   └─ once ──┘ a tensor differs
     refused: nothing moved
 
-With a shadow: PREPARE, STREAM, VERIFY, PAUSE, COMMIT, RESUME.
+With a shadow: PREPARE, STREAM, VERIFY, PAUSE, COMMIT, RESUME. Where a probe is due it comes between
+COMMIT and RESUME.
 
 Trainer ranks own a `Sender` (send.py), workers are given an `EngineReceiver` (receive.py), this
 driver tells both what to do. The states of a replica are drawn in replica.py.
@@ -19,68 +20,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from m3rl.types import RemoteReceiver, SenderGroup
+from m3rl.weight_sync.delta_driver import Deltas, Offer
 from m3rl.weight_sync.errors import BusyError, NotReadyError, RefusedError, SyncError
+from m3rl.weight_sync.join import JoiningReplica
 from m3rl.weight_sync.layout import Layout, layout_digest
 from m3rl.weight_sync.plan import Plan, check_plan, make_plan
-from m3rl.weight_sync.replica import PHASES, Driver, Phase, Replica, SyncEvent
+from m3rl.weight_sync.probe import Probe
+from m3rl.weight_sync.replica import Driver, Replica
+from m3rl.weight_sync.report import PHASES, SyncEvent, SyncReport
 from m3rl.weight_sync.transport import GroupSpec, Rendezvous, in_background
 
 logger = logging.getLogger(__name__)
 
 Workers = RemoteReceiver | Sequence[RemoteReceiver]
-
-
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """How a sync ended."""
-
-    version: int
-    ready: tuple[int, ...]
-    """Replicas that hold `version` now, of those this sync was asked to bring there."""
-    failed: dict[int, str]
-    """Replica -> why it does not; it must be connected anew (or restarted) before the next sync."""
-    seconds: float
-    phase_seconds: dict[Phase, float]
-    """Of the slowest replica in each phase."""
-    paused_s: float
-    """Longest pause of a replica that is ready."""
-    num_bytes: int
-    """Sent to all replicas, retries included."""
-    num_tensors: int
-    checksum_ok: bool | None
-    """No replica was left with other bits than the trainer's; None: not verified."""
-    checksum_mismatches: int
-    """Tensors that differed in some attempt."""
-    wire_hash: int | None
-    """Additive hash of the model's wire bits, the same for all shardings that cut no tensor's
-    columns more finely (`verify.py`); None: not verified."""
-
-    def metrics(self) -> dict[str, float | str]:
-        """`refit/*` and `time/refit_transfer` of a training step."""
-        stream_s = self.phase_seconds.get("stream", 0.0)
-        values: dict[str, float | str] = {
-            "refit/version": self.version,
-            "refit/bytes": self.num_bytes,
-            "refit/tensors": self.num_tensors,
-            "refit/checksum_mismatches": self.checksum_mismatches,
-            "refit/paused_s": self.paused_s,
-            "refit/failed_replicas": len(self.failed),
-            "refit/seconds": self.seconds,
-            "time/refit_transfer": stream_s,
-        }
-        if stream_s > 0:
-            values["refit/gbytes_per_s"] = self.num_bytes / stream_s / 1e9
-        for phase, seconds in self.phase_seconds.items():
-            values[f"refit/{phase}_s"] = seconds
-        if self.checksum_ok is not None:
-            values["refit/checksum_ok"] = float(self.checksum_ok)
-        if self.wire_hash is not None:
-            values["refit/hash"] = f"{self.wire_hash:016x}"
-        return values
 
 
 class WeightSync:
@@ -99,6 +54,9 @@ class WeightSync:
         verify: bool,
         chunk_bytes: int = 256 << 20,
         backend: str = "gloo",
+        wire: str = "bf16",
+        delta_full_every: int = 1,
+        probe: Probe | None = None,
     ) -> None:
         """
         Args:
@@ -111,20 +69,33 @@ class WeightSync:
             timeout_s: longest wait in any phase, for any replica.
             min_replicas: fewer replicas with the new version are an error.
             verify: compare hashes before every commit.
-            chunk_bytes: most that a worker receives in a round; two rounds are in flight.
+            chunk_bytes: most that a member stages for a round; two rounds are in flight.
             backend: transport of the groups: 'nccl' between GPUs, 'gloo' through hosts' memory.
+            wire: 'bf16', or 'mxfp8': trainer ranks quantise what replicas hold in MXFP8, to the
+                same bytes; half as many travel.
+            delta_full_every: of so many syncs one sends all, and others only what changed, where
+                that pays (`delta.py`); 1: all do. Needs `verify`.
+            probe: what a replica is asked before it serves a new version.
         """
         self.events: list[SyncEvent] = []
         """Every phase that a replica entered, oldest first."""
         self._senders = senders
-        self._driver = Driver(senders, pause, resume, timeout_s, verify, self.events)
+        if delta_full_every > 1 and not verify:
+            raise ValueError(
+                f"delta_full_every={delta_full_every} without verify: what a delta changes is not "
+                "known to be what the trainer changed; verify, or set it to 1"
+            )
+        keeps = delta_full_every > 1
+        self._driver = Driver(senders, pause, resume, timeout_s, verify, self.events, probe, keeps)
+        self._deltas = Deltas(senders, delta_full_every, chunk_bytes, timeout_s)
         self._replicas = {
-            number: Replica(number, _as_workers(workers), self._driver)
+            number: JoiningReplica(number, _as_workers(workers), self._driver)
             for number, workers in sorted(replicas.items())
         }
         self._min_replicas = min_replicas
         self._chunk_bytes = chunk_bytes
         self._backend = backend
+        self._wire = wire
         self._rendezvous = Rendezvous(host, timeout_s)
         self._sender_layouts: list[Layout] = []
         self._plans: dict[tuple[str, ...], Plan] = {}
@@ -148,7 +119,9 @@ class WeightSync:
             if one.is_connected:
                 one.disconnect()
             if workers is not None:
-                one = self._replicas[replica] = Replica(replica, _as_workers(workers), self._driver)
+                one = self._replicas[replica] = JoiningReplica(
+                    replica, _as_workers(workers), self._driver
+                )
             is_done = False
             try:
                 self._join(one)
@@ -175,10 +148,16 @@ class WeightSync:
             numbers = sorted(self._replicas) if replicas is None else sorted(set(replicas))
             begin = time.monotonic()
             self._serial += 1
-            running = {number: self._start(self._replica(number), version) for number in numbers}
+            self._begin_probe(version)
+            chosen = [self._replica(number) for number in numbers]
+            offers = self._deltas.begin(self._serial, chosen)
+            running = {
+                one.number: self._start(one, version, offers.get(one.number)) for one in chosen
+            }
             failed = {
                 number: fault for number, future in running.items() if (fault := future.result())
             }
+            self._deltas.end(self._serial, chosen, offers)
             report = self._report(version, numbers, failed, time.monotonic() - begin)
         num_ready = len(self.ready(version))
         if num_ready < self._min_replicas:
@@ -189,6 +168,27 @@ class WeightSync:
                 f"{reasons or 'the others were not synced'}"
             )
         return report
+
+    def bring(self, replica: int, version: int, workers: Workers | None = None) -> None:
+        """Bring a replica that comes late, or back, to a version that is current already.
+
+        It takes it from a replica that is READY(version) and holds the same, and serves on; where
+        there is none, or that fails, from the trainer.
+
+        Args:
+            workers: as for `connect`.
+
+        Raises:
+            BusyError: a sync is open.
+            SyncError: it could not be brought there; says why.
+        """
+        self.connect(replica, workers)
+        source = self._take_from_peer(replica, version)
+        if source is None:
+            fault = self.sync(version, [replica]).failed.get(replica)
+            if fault is not None:
+                raise SyncError(fault)
+        logger.info("replica %d has version %d from %s", replica, version, source or "the trainer")
 
     def forget(self, replica: int) -> None:
         """Leave the group of a replica that is gone for good; it counts nowhere any more."""
@@ -234,33 +234,60 @@ class WeightSync:
                 if one.is_connected:
                     one.disconnect()
 
-    def _join(self, one: Replica) -> None:
+    def _take_from_peer(self, replica: int, version: int) -> str | None:
+        """Who gave the replica the version; None: nobody did, and the replica is connected."""
+        with self._hold(f"bring({replica}) to version {version}"):
+            one = self._replica(replica)
+            peer = one.peer_of(self._replicas.values(), version)
+            if peer is None:
+                return None
+            self._begin_probe(version)
+            self._serial += 1
+            group = self._group(one, f"from{peer.number}")
+            try:
+                one.take_from(peer, version, group, self._chunk_bytes)
+            except SyncError as error:
+                logger.warning("replica %d takes from the trainer: %s", replica, error)
+            else:
+                return f"replica {peer.number}"
+        self.connect(replica)
+        return None
+
+    def _begin_probe(self, version: int) -> None:
+        probe = self._driver.probe
+        if probe is not None and probe.is_due(version):
+            probe.begin()
+
+    def _group(self, one: Replica, purpose: str) -> GroupSpec:
+        """Of all trainer ranks and the replica's workers, under a key that was never used."""
+        return GroupSpec(
+            replica=one.number,
+            num_senders=self._senders.num_ranks,
+            num_workers=len(one.workers),
+            host=self._rendezvous.host,
+            port=self._rendezvous.port,
+            key=f"replica{one.number}/{purpose}/{self._serial}",
+            timeout_s=self._driver.timeout_s,
+            backend=self._backend,
+        )
+
+    def _join(self, one: JoiningReplica) -> None:
         workers = one.attach()
         if not self._sender_layouts:
             ranks = range(self._senders.num_ranks)
             asked = [self._senders.call(rank, "sync_layout") for rank in ranks]
             self._sender_layouts = [f.result(self._driver.timeout_s) for f in asked]
-        key = tuple(map(layout_digest, workers))
+        one.layouts = key = tuple(map(layout_digest, workers))
         if key not in self._plans:
-            plan = make_plan(self._sender_layouts, workers, self._chunk_bytes)
+            plan = make_plan(self._sender_layouts, workers, self._chunk_bytes, self._wire)
             check_plan(plan, self._sender_layouts, workers)
             self._plans[key] = plan
         self._serial += 1
-        spec = GroupSpec(
-            replica=one.number,
-            num_senders=self._senders.num_ranks,
-            num_workers=len(workers),
-            host=self._rendezvous.host,
-            port=self._rendezvous.port,
-            key=f"replica{one.number}/{self._serial}",
-            timeout_s=self._driver.timeout_s,
-            backend=self._backend,
-        )
-        one.join(spec, self._plans[key], self._sender_layouts, workers)
+        one.join(self._group(one, "all"), self._plans[key], self._sender_layouts, workers)
 
-    def _start(self, one: Replica, version: int) -> Future[str | None]:
+    def _start(self, one: Replica, version: int, offer: Offer | None) -> Future[str | None]:
         serial = self._serial
-        return in_background(lambda: _outcome(one, version, serial), f"sync-{one.number}")
+        return in_background(lambda: _outcome(one, version, serial, offer), f"sync-{one.number}")
 
     def _report(
         self, version: int, numbers: Sequence[int], failed: dict[int, str], seconds: float
@@ -290,13 +317,18 @@ class WeightSync:
             num_tensors=max((plan.num_tensors for plan in plans), default=0),
             checksum_ok=self._all_equal(records, failed) if self._driver.verify else None,
             checksum_mismatches=mismatches,
+            num_deltas=sum(records[n].is_delta for n in ready),
             wire_hash=hashes[ready[0]] if ready else None,
+            probe_error=max(
+                (error for n in ready if (error := records[n].probe_error) is not None),
+                default=None,
+            ),
         )
 
     def _all_equal(self, records: Mapping[int, Any], failed: Mapping[int, str]) -> bool:
         return not any(records[number].mismatches for number in failed)
 
-    def _replica(self, number: int) -> Replica:
+    def _replica(self, number: int) -> JoiningReplica:
         if number not in self._replicas:
             raise ValueError(f"there is no replica {number}; known are {sorted(self._replicas)}")
         return self._replicas[number]
@@ -312,9 +344,10 @@ class WeightSync:
             self._lock.release()
 
 
-def _outcome(one: Replica, version: int, serial: int) -> str | None:
+def _outcome(one: Replica, version: int, serial: int, offer: Offer | None) -> str | None:
     """Run one replica's sync to its end; None when it is READY, else why it is not."""
-    error = in_background(lambda: one.run(version, serial), f"run-{one.number}").exception()
+    run = in_background(lambda: one.run(version, serial, offer), f"run-{one.number}")
+    error = run.exception()
     if error is None:
         return None
     complaints = []

@@ -13,6 +13,7 @@ This file has what every kind of group shares, and gloo, which moves bytes betwe
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
@@ -130,18 +131,46 @@ class Deadline:
 
 def in_background(call: Callable[[], Any], name: str) -> Future[Any]:
     """Run a call that may hang on a daemon thread; its result or error ends the future."""
+    with _threads_lock:
+        thread = _idle_threads.pop() if _idle_threads else None
+    if thread is None:
+        thread = _Thread()
     future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except (
-            BaseException
-        ) as error:  # outermost frame of the thread: the error belongs to the waiter
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    thread.calls.put((call, name, future))
     return future
+
+
+class _Thread:
+    """Runs one call after the other: a start costs as much as a small message."""
+
+    def __init__(self) -> None:
+        self.calls: queue.SimpleQueue[tuple[Callable[[], Any], str, Future[Any]]] = (
+            queue.SimpleQueue()
+        )
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            call, threading.current_thread().name, future = self.calls.get()
+            result, error = None, None
+            try:
+                result = call()
+            except (
+                BaseException
+            ) as raised:  # outermost frame of the call: the error belongs to the waiter
+                error = raised
+            del call
+            with _threads_lock:
+                _idle_threads.append(self)
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+            del future, result, error  # they may keep a group's sockets open
+
+
+_threads_lock = threading.Lock()
+_idle_threads: list[_Thread] = []
 
 
 class Transfer(NamedTuple):
@@ -225,6 +254,9 @@ class Transport:
                 f"{spec.member(rank)} could not join the group of replica {spec.replica} within "
                 f"{spec.timeout_s:g} s; not there: {names} ({_first_line(error)})"
             ) from error
+
+    is_ordered = False
+    """Whether transfers begin when all posted before them are complete."""
 
     @property
     def device(self) -> torch.device:

@@ -7,20 +7,24 @@ of two plans that cut a tensor's columns alike.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from inference.kernels.mxfp8 import BLOCK_SIZE, SCALE_SUFFIX, MXFP8Tensor
-from inference.kernels.tensor_hash import HashPart, hash_part
+from inference.kernels.tensor_hash import HashPart, HashTable, hash_part
 from m3rl.weight_sync.errors import VerificationError
 from m3rl.weight_sync.layout import Bounds, starts
 from m3rl.weight_sync.plan import CopyOp, Plan
+from m3rl.weight_sync.relay import source_of
 
 HASH_BYTES = 16
 """That a hash takes at a time, at most."""
@@ -58,6 +62,48 @@ def hash_parts(op: CopyOp, held: Tensor | MXFP8Tensor, shape: tuple[int, ...]) -
     ]
 
 
+class Found:
+    """What a table has found, on the host after one copy."""
+
+    def __init__(self, table: HashTable) -> None:
+        self._table = table
+        device = table.sums.device
+        is_pinned = device.type == "cuda"
+        with torch.cuda.device(device) if is_pinned else nullcontext():
+            self._host = torch.zeros((2, len(table)), dtype=torch.int64, pin_memory=is_pinned)
+
+    def fetch(self) -> None:
+        """Copy what the table holds; on CUDA enqueued in the current stream."""
+        found = torch.stack((self._table.sums, self._table.flags))
+        self._host.copy_(found, non_blocking=True)
+
+    @property
+    def sums(self) -> np.ndarray:
+        """[parts] uint64, of the last `fetch`, once the device has passed it."""
+        return self._host[0].numpy().view(np.uint64)
+
+    @property
+    def flags(self) -> np.ndarray:
+        """[parts] int64, not 0 where a part is not finite."""
+        return self._host[1].numpy()
+
+
+class TensorSums:
+    """Adds up the hashes of parts by the tensors that they are of."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """`names`: of each part's tensor."""
+        numbers = {name: i for i, name in enumerate(sorted(set(names)))}
+        self._tensor_P = np.array([numbers[name] for name in names])
+        self._count = len(numbers)
+
+    def add_up(self, hashes_P: np.ndarray) -> bytes:
+        """The uint64 sum of each tensor, in the order of their names: a few bytes to be sent."""
+        sums = np.zeros(self._count, np.uint64)
+        np.add.at(sums, self._tensor_P, hashes_P)  # modulo 2^64
+        return sums.tobytes()
+
+
 class OpHash(NamedTuple):
     """Of one rectangle."""
 
@@ -71,8 +117,8 @@ class OpHash(NamedTuple):
 class Expected:
     """Hashes that a sync must end with."""
 
-    by_worker: list[dict[str, int]]
-    """For each worker, hash of the part of each tensor that it holds, as it is stored there."""
+    by_worker: list[bytes]
+    """For each worker what it should say that it holds, see `TensorSums`."""
     wire: int
     """Of the whole model's wire bits: the same for every sharding of trainer and replica."""
 
@@ -84,18 +130,31 @@ class HashSums:
     def __init__(self, plan: Plan, num_workers: int) -> None:
         shares: defaultdict[int, list[CopyOp]] = defaultdict(list)
         for op in plan.ops:
-            shares[op.sender].append(op)
-        self._num_workers = num_workers
+            if op.via < 0:
+                shares[op.sender].append(op)
+        assert num_workers == len({op.receiver for op in plan.ops}), "a plan is for all workers"
         self._ops = [op for sender in sorted(shares) for op in shares[sender]]
-        tensors: dict[tuple[int, str], int] = {}
         rectangles: dict[tuple[str, Bounds], int] = {}
-        self._tensor_P = np.array(
-            [tensors.setdefault((op.receiver, op.name), len(tensors)) for op in self._ops]
-        )
         self._rectangle_P = np.array(
             [rectangles.setdefault((op.name, op.bounds), len(rectangles)) for op in self._ops]
         )
-        self._tensors = list(tensors)
+        sources = source_of(self._ops)
+        arriving = [(op.receiver, op.name, k) for k, op in enumerate(self._ops)] + [
+            (op.receiver, op.name, sources[op.via, op.name, op.bounds])
+            for op in plan.ops
+            if op.via >= 0
+        ]
+        tensors = sorted({(worker, name) for worker, name, _ in arriving})
+        numbers = {tensor: i for i, tensor in enumerate(tensors)}
+        self.names = [
+            [name for _, name in each]
+            for _, each in itertools.groupby(tensors, key=lambda tensor: tensor[0])
+        ]
+        """Of the tensors of each worker, in order."""
+        self._ends = np.cumsum([len(names) for names in self.names])
+        self._tensor_Q = np.array([numbers[worker, name] for worker, name, _ in arriving])
+        self._source_Q = np.array([k for _, _, k in arriving])
+        """Of all that comes to a worker, passed on or not, which op sends it."""
         self._num_rectangles = len(rectangles)
 
     def expected(self, by_sender: Sequence[np.ndarray]) -> Expected:
@@ -120,9 +179,13 @@ class HashSums:
                 f"trainer ranks {' and '.join(map(str, senders))} hold different bits of {op}; "
                 "the trainer's replicas have drifted apart"
             )
-        sums = np.zeros(len(self._tensors), np.uint64)
-        np.add.at(sums, self._tensor_P, stored_P)  # modulo 2^64
-        by_worker: list[dict[str, int]] = [{} for _ in range(self._num_workers)]
-        for (worker, name), total in zip(self._tensors, sums.tolist(), strict=True):
-            by_worker[worker][name] = total
+        sums = np.zeros(self._ends[-1], np.uint64)
+        np.add.at(sums, self._tensor_Q, stored_P[self._source_Q])  # modulo 2^64
+        by_worker = [each.tobytes() for each in np.split(sums, self._ends[:-1])]
         return Expected(by_worker, int(once.sum(dtype=np.uint64)))
+
+
+def differing_tensors(names: Sequence[str], one: bytes, other: bytes) -> list[str]:
+    """Names of the tensors in which two `TensorSums` of the same tensors differ."""
+    here, there = (np.frombuffer(each, np.uint64) for each in (one, other))
+    return [names[i] for i in np.flatnonzero(here != there)]

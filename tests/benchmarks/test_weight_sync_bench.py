@@ -30,6 +30,10 @@ def test_the_small_form_records_syncs_baselines_and_the_receiving_side(tmp_path)
         "packed broadcast overlapped",
         "one call a tensor",
         "a write a tensor",
+        None,
+        None,
     ]
-    assert all(record["correct"] == {"tensors_differ": 0.0} for record in records)
+    assert all(record["correct"]["tensors_differ"] == 0.0 for record in records)
+    assert "quantised by the sender" in records[-2]["case"]
+    assert records[-1]["value"]["largest_share"] == records[-1]["correct"]["largest_share"] < 0.01
     assert records[0]["value"]["busiest_share"] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -30,6 +31,60 @@ def test_a_killed_replica_is_replaced_and_the_run_loses_no_sample(tmp_path: Path
         assert [c.sample_id for c in completions] == expected
         assert {int(c.version_spans[0, 1]) for c in completions} == {versions[step - 1]}
     assert run.survivors() == []
+
+
+@pytest.mark.timeout(300)
+def test_a_replica_of_two_ranks_samples_what_one_of_one_rank_does(tmp_path: Path) -> None:
+    runs = [
+        Run("train", tmp_path / f"tp{tp}", "train.steps=3", f"rollout.backend.parallel.tp={tp}")
+        for tp in (1, 2)
+    ]
+    for run in runs:
+        run.finish()
+        assert run.survivors() == []
+        assert all(line["refit/checksum_ok"] == 1.0 for line in metrics(run.run_dir))
+    for step in range(1, 4):
+        name = f"rollouts/step_{step:06d}.parquet"
+        one, two = (read_completions(run.run_dir / name) for run in runs)
+        for a, b in zip(one, two, strict=True):
+            assert a.sample_id == b.sample_id
+            assert a.completion_ids.tolist() == b.completion_ids.tolist()
+            # FP32 sums split over the ranks, and updates from such logprobs
+            np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_replica_takes_its_weights_from_the_other_one(tmp_path: Path) -> None:
+    run = Run("train", tmp_path / "run", "train.steps=6", "rollout.backend.num_replicas=2")
+    run.wait_until(lambda: len(metrics(run.run_dir)) >= 2, "its second line")
+    run.actors("M3Replica")[0].kill()
+    output = run.finish()
+    assert re.search(r"replica (\d) has version \d+ from replica (?!\1)\d", output), output
+    lines = metrics(run.run_dir)
+    assert len(lines) == 6
+    assert sum(line["fault/worker_restarts"] for line in lines) == 1
+    assert all(line.get("mismatch/logprob_abs_diff_mean", 0.0) <= 1e-5 for line in lines)
+    assert run.survivors() == []
+
+
+@pytest.mark.timeout(300)
+def test_a_probed_run_with_shadows_reports_the_probe_at_its_versions(tmp_path: Path) -> None:
+    run = Run(
+        "train",
+        tmp_path / "run",
+        "train.steps=4",
+        "weight_sync.probe.every=2",
+        "weight_sync.pause=recompute",
+        "weight_sync.chunk_mib=1",
+        "rollout.backend.engine.shadow_weights=true",
+    )
+    run.finish()
+    lines = metrics(run.run_dir)
+    assert [int(line["policy/version"]) for line in lines] == [1, 2, 3, 4]
+    errors = [line.get("refit/probe_error") for line in lines]
+    assert errors[0] is errors[2] is None
+    assert 0 < max(errors[1], errors[3]) < 1e-5  # FP32 sums in another order
+    assert all(line["refit/checksum_ok"] == 1.0 for line in lines)
 
 
 @pytest.mark.timeout(300)

@@ -48,6 +48,9 @@ REACHES = {
         "true",
         {"rollout.capture_blocks": True, "replica.engine.capture_blocks": True},
     ),
+    "rollout.backend.parallel.tp": ("2", {"replica.parallel.tp": 2}),
+    "rollout.backend.parallel.dp": ("2", {"replica.parallel.dp": 2}),
+    "rollout.backend.parallel.ep": ("1", {"replica.parallel.ep": 1}),
     "rollout.backend.num_threads": ("3", {"replica.num_threads": 3}),
     "rollout.backend.device": ("cuda", {"replica.engine.device": "cuda"}),
     "rollout.backend.engine.kv_dtype": (

@@ -176,6 +176,15 @@ def test_only_length_place_and_saving_of_a_run_may_differ_on_resumption(tmp_path
     ("words", "said"),
     [
         (["weight_sync.min_replicas=2"], "is more than rollout.backend.num_replicas: 1"),
+        (["weight_sync.transport=nccl"], "trainer ranks compute on the CPU so far; set auto or gl"),
+        (
+            ["weight_sync.transport=nccl"],
+            "device: cpu keeps those of the replicas in the host's memory; set device: cuda, or",
+        ),
+        (
+            ["weight_sync.delta=true", "weight_sync.verify=false"],
+            "is known by its hash alone; set weight_sync.verify: true, or delta: false",
+        ),
         (["policy.micro_batch_tokens=111"], "one row of .* = 112 tokens; raise it to at least 112"),
         (["rollout.backend.engine.max_model_len=111"], "is less than data.max_prompt_tokens"),
         (["policy.replay_routing=true"], "set rollout.capture_routing: true"),

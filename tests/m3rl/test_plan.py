@@ -54,6 +54,12 @@ def test_bytes_and_pages_by_hand(tmp_path, model):
     assert plan.demand_pages == 4 * 25 + 8 * 3
 
 
+def test_with_deltas_ranks_remember_their_share_of_what_was_sent(tmp_path, model):
+    options = {"policy": {"dtype": "bfloat16"}, "train": {"num_ranks": 2}}
+    plan = make_plan(config(tmp_path, weight_sync={"delta": True}, **options))
+    assert plan.trainer_bytes["what was sent"] == 2 * sum(plan.parameters.values()) // 2
+
+
 def test_demand_counts_only_what_runs_together(tmp_path, model):
     plan = make_plan(config(tmp_path, rollout=engine(max_running_requests=2)))
     assert plan.demand_pages == 2 * 25 + 2 * 3
@@ -241,6 +247,30 @@ def test_a_replica_that_does_not_fit_its_gpu_is_refused_with_what_fits(tmp_path,
     fitting = cuda(gpu_memory_gib=small, engine={"num_pages": most})
     plan = make_plan(config(tmp_path, rollout=rollout(**fitting)))
     assert f"its GPU has room for {most:,} pages" in describe(plan)
+
+
+def test_a_split_replica_is_planned_by_its_ranks(tmp_path, model):
+    whole = make_plan(config(tmp_path, rollout=rollout(**cuda(gpu_memory_gib=139))))
+    split = cuda(gpu_memory_gib=139, parallel={"tp": 1, "dp": 2})
+    plan = make_plan(config(tmp_path, rollout=rollout(**split)))
+    experts = [each.replica.weights["routed experts"] for each in (plan, whole)]
+    assert experts[0] == experts[1] // 2
+    assert plan.sync.replica.world == len(plan.projection.received_bytes) == 2
+    assert plan.demand_pages < whole.demand_pages
+    assert "one rank of a replica" in describe(plan)
+    rows = gpu_table(plan, [2, 3, 5])[0].splitlines()[-3:]
+    assert "one replica are 3 GPUs" in rows[0]
+    assert [re.search(r"^ +(\d) +1 +(\d)", row).groups() for row in rows[1:]] == [
+        ("3", "1"),
+        ("5", "2"),
+    ]
+
+
+def test_a_replica_that_cannot_be_split_so_is_refused_with_what_can(tmp_path, model):
+    split = {"backend": {"kind": "m3", "parallel": {"tp": 5}}}
+    assert "tp=5 does not divide num_attention_heads" in refusal(tmp_path, rollout=rollout(**split))
+    split = {"backend": {"kind": "m3", "parallel": {"tp": 2, "ep": 3}}}
+    assert "ep=3 does not divide into tp=2, dp=1" in refusal(tmp_path, rollout=rollout(**split))
 
 
 def test_a_gpu_of_unknown_size_is_noticed(tmp_path, model):

@@ -4,11 +4,12 @@ import torch
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLTopKRouter
 
 import m3rl.policy
-from inference.kernels.tensor_hash import combine, tensor_hash
 from inference.models.weights import published_tensors, write_checkpoint
 from m3rl.checkpoint import CheckpointError
 from m3rl.grpo.replay import RoutingStats, recorded_routing
 from m3rl.policy import Policy
+from m3rl.weight_sync.plan import make_plan
+from tests.m3rl.weight_sync.sync_fakes import wire_hash_of
 from tests.tiny_models import model_config, random_checkpoint, tiny_config, transformers_model
 
 CONFIG = tiny_config(eos_token_id=2, pad_token_id=2)
@@ -147,7 +148,7 @@ def test_router_weight_and_bias_stay_fp32_in_a_bf16_policy(checkpoint, monkeypat
     gate = policy.model.model.layers[1].mlp.gate
     with torch.no_grad():
         gate.e_score_correction_bias.fill_(0.1234567)  # 0.12354 in bf16
-    wire = policy.wire_tensor("model.layers.1.block_sparse_moe.e_score_correction_bias")
+    wire = policy.wire_view("model.layers.1.block_sparse_moe.e_score_correction_bias")
     assert wire.dtype == torch.float32
     assert wire.tolist() == pytest.approx([0.1234567] * NUM_EXPERTS, abs=1e-8)
     seen = []
@@ -317,27 +318,49 @@ def test_export_gives_back_what_was_loaded(checkpoint, policy):
 def test_the_layout_names_every_tensor_with_its_wire_dtype(checkpoint):
     policy = make(checkpoint, "bfloat16")
     for slot in policy.layout():
-        tensor = policy.wire_tensor(slot.name)
+        tensor = policy.wire_view(slot.name)
         assert str(tensor.dtype) == f"torch.{slot.dtype}"
         assert tuple(tensor.shape) == slot.shape == tuple(stop for _, stop in slot.bounds)
         assert torch.equal(tensor, checkpoint[1][slot.name].to(tensor.dtype))
 
 
-def test_a_rectangle_of_a_tensor_is_a_contiguous_copy(checkpoint):
-    policy = make(checkpoint)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_sent_of_a_tensor_is_the_masters_memory_where_nothing_is_rounded(checkpoint, dtype):
+    policy = make(checkpoint, dtype)
+    for slot in policy.layout():
+        view, master = policy.wire_view(slot.name), policy._master(slot.name)
+        shares = view.data_ptr() == master.data_ptr()
+        assert shares == (slot.dtype == "float32"), slot.name
+        assert view.is_contiguous()
+    assert policy.wire_stays == (dtype == "float32")
+
+
+def test_a_rectangle_of_a_tensor_is_cut_from_it(checkpoint):
     name = "model.layers.2.block_sparse_moe.experts.3.w3.weight"
-    part = policy.wire_tensor(name, ((2, 7), (4, 20)))
-    assert torch.equal(part, checkpoint[1][name][2:7, 4:20])
-    assert part.is_contiguous()
-    part.zero_()
-    assert torch.equal(policy.wire_tensor(name), checkpoint[1][name])
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = make(checkpoint, str(dtype).removeprefix("torch."))
+        part = policy.wire_view(name, ((2, 7), (4, 20)))
+        assert torch.equal(part, checkpoint[1][name].to(dtype)[2:7, 4:20])
     with pytest.raises(KeyError, match="no published tensor"):
-        policy.wire_tensor("model.layers.2.mlp.gate.weight")
+        policy.wire_view("model.layers.2.mlp.gate.weight")
 
 
-def test_the_master_hash_covers_every_tensor_and_the_bias(checkpoint):
+def test_updates_and_loads_leave_what_is_sent_where_it_is(checkpoint):
+    policy = make(checkpoint)
+    views = {slot.name: policy.wire_view(slot.name) for slot in policy.layout()}
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1)
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(torch.equal(views[name], tensor) for name, tensor in policy.export("float32"))
+    policy.load(checkpoint[0])
+    assert all(torch.equal(views[name], tensor) for name, tensor in checkpoint[1].items())
+
+
+def test_the_master_hash_covers_every_tensor_and_the_bias_and_is_that_of_an_fp32_sync(checkpoint):
     policy, in_bf16 = make(checkpoint), make(checkpoint, "bfloat16")
-    expected = combine(tensor_hash(t, name=name) for name, t in checkpoint[1].items())
+    layout = policy.layout()
+    expected = wire_hash_of(checkpoint[1], make_plan([layout], [layout], 1 << 20).ops)
     assert policy.master_hash() == f"{expected:016x}" == in_bf16.master_hash()
     with torch.no_grad():
         bias = policy.model.model.layers[3].mlp.gate.e_score_correction_bias

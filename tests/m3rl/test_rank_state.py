@@ -58,7 +58,7 @@ def test_a_checkpoint_is_a_model_path_and_keeps_the_bias_of_now(model, tmp_path)
     rank.save(tmp_path / "saved")
     again = start(tmp_path / "saved")
     assert again.master_hash() == rank.master_hash()
-    saved = again.wire_tensor("model.layers.1.block_sparse_moe.e_score_correction_bias")
+    saved = again.policy.wire_view("model.layers.1.block_sparse_moe.e_score_correction_bias")
     assert torch.equal(saved, bias)
     assert (tmp_path / "saved" / "config.json").read_bytes() == (model / "config.json").read_bytes()
 

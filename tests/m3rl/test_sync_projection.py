@@ -60,6 +60,12 @@ def test_one_trainer_rank_sends_every_weight_to_every_replica():
     assert two.balance < 1.05
 
 
+def test_experts_that_the_trainer_quantises_are_half_of_the_bytes():
+    setting = SyncSetting(RELEASED, EngineConfig(dtype="bfloat16", quantization="mxfp8"))
+    plain, small = (dataclasses.replace(setting, wire=wire).project() for wire in ("bf16", "mxfp8"))
+    assert 0.5 < small.sent_bytes[0] / plain.sent_bytes[0] < 0.54
+
+
 def test_the_real_model_is_sharded_over_half_of_the_gpus():
     setting = SyncSetting(RELEASED, EngineConfig(dtype="bfloat16", quantization="mxfp8"))
     assert sharded(setting, 4, H200_BYTES) is None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from inference.kernels.dispatch import expect_dtype, expect_shape, use_kernel
 from inference.kernels.mxfp8 import reference
-from inference.kernels.mxfp8.reference import BLOCK_SIZE
+from inference.kernels.mxfp8.reference import BLOCK_SIZE, MAX_SCALE
 from inference.kernels.tables import PartTable, expect_dense_rows
 from inference.kernels.tensor_hash import HashPart, HashTable, combine, hash_part
 
@@ -19,6 +19,7 @@ __all__ = [
     "MXFP8Tensor",
     "QuantizeTable",
     "dequantize",
+    "has_bad_scale",
     "hash_parts",
     "hash_tensor",
     "quantize",
@@ -26,9 +27,6 @@ __all__ = [
     "tensors_of",
 ]
 
-MAX_SCALE = 134
-"""Largest scale byte that the products take (weights up to 448 · 2^7): the kernels widen a value by
-2^(scale - 7), which must be a BF16 number. A block that held NaN or Inf gets a byte above it."""
 SCALE_SUFFIX = "_scale_inv"
 """A published weight's name with this behind it is the name of its scales."""
 
@@ -105,8 +103,17 @@ def quantize_into(x: Tensor, out: MXFP8Tensor) -> None:
     out.scale.copy_(scale)
 
 
+def has_bad_scale(weight: MXFP8Tensor) -> Tensor:
+    """Whether a scale is above `MAX_SCALE`, [] bool; does not wait for the device."""
+    return (weight.scale > MAX_SCALE).any()
+
+
 class QuantizeTable(PartTable):
     """`quantize_into` for many rectangles in few launches, with the same bytes."""
+
+    flags: Tensor
+    """[pairs] int32 on the device: 1 where a launch since `reset` wrote a scale above
+    `MAX_SCALE`."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, MXFP8Tensor]]) -> None:
         """
@@ -128,14 +135,19 @@ class QuantizeTable(PartTable):
             expect_dense_rows(op, "x", x)
             expect_dense_rows(op, "values", out.values)
         self._pairs = tuple(pairs)
+        self.flags = torch.zeros(len(pairs), dtype=torch.int32, device=pairs[0][0].device)
         if self._on_cuda:
             from inference.kernels.mxfp8 import table_kernel
 
             self._tables = table_kernel.tables([(x, *out) for x, out in pairs])
 
+    def reset(self) -> None:
+        """Set the flags back to 0."""
+        self.flags.zero_()
+
     def launch(self, first: int, last: int) -> None:
         """Quantise pairs first..last-1; on CUDA enqueued as one kernel (two where some are not
-        aligned to 16 bytes). As `quantize_into` it does not raise for NaN or infinity.
+        aligned to 16 bytes). Does not raise for NaN or infinity: see `flags`.
 
         Raises:
             ValueError: no such pairs.
@@ -145,10 +157,11 @@ class QuantizeTable(PartTable):
         if self._on_cuda:
             from inference.kernels.mxfp8 import table_kernel
 
-            table_kernel.quantize(self._tables, first, last)
+            table_kernel.quantize(self._tables, first, last, self.flags)
             return
-        for x, out in self._pairs[first:last]:
+        for i, (x, out) in enumerate(self._pairs[first:last], first):
             quantize_into(x, out)
+            self.flags[i] |= has_bad_scale(out)
 
 
 def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 BLOCK_SIZE = 32
+MAX_SCALE = 134
+"""Largest scale byte that the products take (weights up to 448 · 2^7): the kernels widen a value by
+2^(scale - 7), which must be a BF16 number. A block that held NaN or Inf gets a byte above it."""
 NAN_SCALE = 255
 
 

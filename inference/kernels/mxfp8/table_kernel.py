@@ -7,11 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from inference.kernels.mxfp8.kernel import converts, quantized
-from inference.kernels.mxfp8.reference import BLOCK_SIZE
+from inference.kernels.mxfp8.reference import BLOCK_SIZE, MAX_SCALE
 from inference.kernels.tables import Box, Entry, TileTable, boxes, grouped
 from inference.kernels.tables_kernel import (
     MAPS,
     NUM_UNITS,
+    PART,
     indices,
     loops_of,
     places,
@@ -27,6 +28,7 @@ CHUNK = 128
 NUM_WARPS = 4
 GRANULE_BYTES = 16
 
+_MAX_SCALE = tl.constexpr(MAX_SCALE)
 X, VALUES, SCALE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FIELDS = MAPS.value + 12
 
@@ -35,6 +37,7 @@ FIELDS = MAPS.value + 12
 def _quantize_kernel(
     rows_ptr,
     tile_rows_ptr,
+    flags_ptr,
     first_tile,
     GRANULE: tl.constexpr,
     CONVERTS: tl.constexpr,
@@ -55,6 +58,8 @@ def _quantize_kernel(
         p_x, p_values = tl.multiple_of(p_x, GRANULE), tl.multiple_of(p_values, GRANULE)
     X_GRANULE: tl.constexpr = GRANULE // 2 if GRANULE > 1 else 1
     o_k = tl.arange(0, BLOCK_SIZE)[None, :]
+    # [CHUNK]
+    b_largest = tl.zeros([CHUNK], dtype=tl.int32)
     for i_chunk in range(0, BLOCK, CHUNK):
         # [CHUNK]
         b_block = start + i_chunk + tl.arange(0, CHUNK).to(tl.uint32)
@@ -64,9 +69,12 @@ def _quantize_kernel(
         b_x = (places(b_indices, x) * X_GRANULE)[:, None] + o_k
         b_bits = tl.load(p_x + b_x, mask=mask[:, None], other=0, eviction_policy="evict_first")
         b_codes, b_scales = quantized(b_bits, CONVERTS)
+        b_largest = tl.maximum(b_largest, b_scales.to(tl.int32))
         b_values = (places(b_indices, values) * GRANULE)[:, None] + o_k
         tl.store(p_values + b_values, b_codes, mask=mask[:, None])
         tl.store(p_scale + places(b_indices, scale), b_scales, mask=mask)
+    if tl.max(b_largest, 0) > _MAX_SCALE:
+        tl.store(flags_ptr + tl.load(p_row + PART), 1)
 
 
 def tables(pairs: Sequence[tuple[Tensor, Tensor, Tensor]]) -> dict[int, TileTable]:
@@ -77,13 +85,15 @@ def tables(pairs: Sequence[tuple[Tensor, Tensor, Tensor]]) -> dict[int, TileTabl
     return grouped(entries, len(pairs), BLOCK, pairs[0][0].device)
 
 
-def quantize(tables: dict[int, TileTable], first: int, last: int) -> None:
+def quantize(tables: dict[int, TileTable], first: int, last: int, flags: Tensor) -> None:
+    """Quantise pairs first..last-1 and set their flags, [pairs] int32."""
     for granule, table in tables.items():
         first_tile, num_tiles = table.tiles(first, last)
         if num_tiles:
             _quantize_kernel[(num_tiles,)](
                 table.rows,
                 table.tile_rows,
+                flags,
                 first_tile,
                 GRANULE=granule,
                 CONVERTS=converts(table.rows.device),

@@ -129,8 +129,9 @@ def test_a_table_writes_the_references_bytes_and_nothing_around_them(kernel_devi
     pairs = places_for(x.to(kernel_device), *found)
     tables = table_kernel.tables(pairs)
     assert sorted(tables) == [1, 16]
+    flags = torch.zeros(len(pairs), dtype=torch.int32, device=kernel_device)
     for first, last in ((0, 1), (1, 5), (5, 6)):
-        table_kernel.quantize(tables, first, last)
+        table_kernel.quantize(tables, first, last, flags)
     for source, *out in places_for(x, *wanted):
         mxfp8.quantize_into(source, MXFP8Tensor(*out))
     assert_same_bytes([part.cpu() for part in found], wanted)
@@ -141,7 +142,7 @@ def test_a_table_quantises_all_numbers_as_the_reference_says(kernel_device):
     out = quantized(torch.zeros_like(x), kernel_device)
     out = MXFP8Tensor(out.values.to(kernel_device), out.scale.to(kernel_device))
     table = table_kernel.tables([(x.to(kernel_device), *out)])
-    table_kernel.quantize(table, 0, 1)
+    table_kernel.quantize(table, 0, 1, torch.zeros(1, dtype=torch.int32, device=kernel_device))
     assert_same_bytes([part.cpu() for part in out], reference.quantize(x))
 
 
@@ -159,6 +160,27 @@ def test_a_range_of_pairs_is_quantised_on_either_device(kernel_device):
     table.launch(3, len(table))
     assert torch.equal(on_device[0].cpu(), values[1])
     assert torch.equal(on_device[1].cpu(), scale[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf"), 452 * 2.0**7])
+def test_a_table_flags_the_pairs_that_may_not_be_served(kernel_device, bad):
+    """By the kernel, and by the table on either device."""
+    x = torch.ones(5, 10, 160).bfloat16()
+    x[2, 3, 64], x[4, 2, 9], x[1] = bad, bad, 448 * 2.0**7
+    values = torch.zeros(5, 12, 128, dtype=torch.uint8, device=kernel_device)
+    scale = torch.zeros(5, 12, 4, dtype=torch.uint8, device=kernel_device)
+    pairs = places_for(x.to(kernel_device), values, scale)
+    flags = torch.zeros(len(pairs), dtype=torch.int32, device=kernel_device)
+    table_kernel.quantize(table_kernel.tables(pairs), 0, len(pairs), flags)
+    assert flags.tolist() == [0, 1, 0, 0, 1, 0]
+    table = QuantizeTable([(source, MXFP8Tensor(*out)) for source, *out in pairs])
+    table.launch(0, 4)
+    assert table.flags.tolist() == [0, 1, 0, 0, 0, 0]
+    table.launch(4, 6)
+    assert table.flags.tolist() == [0, 1, 0, 0, 1, 0]
+    table.reset()
+    table.launch(2, 4)
+    assert not table.flags.any()
 
 
 @pytest.mark.gpu

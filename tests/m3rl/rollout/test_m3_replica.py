@@ -126,6 +126,25 @@ def test_an_engine_without_weights_serves_nothing(model_path: Path) -> None:
         empty.generate([request(0)])
 
 
+def test_a_paused_replica_scores_prompts_as_it_samples_them(replica: M3Replica) -> None:
+    asked = request(0, sampling=sampling(30))
+    (result,) = replica.generate([asked])
+    replica.pause("keep")
+    ids = np.concatenate([asked.prompt_ids, result.token_ids])
+    (scores,) = replica.prompt_logprobs([ids])
+    sampled = scores[len(asked.prompt_ids) - 1 :]
+    np.testing.assert_allclose(sampled, result.logprobs, rtol=0, atol=1e-5)  # sums in other orders
+    assert [len(each) for each in replica.prompt_logprobs([ids[:2], ids])] == [1, len(ids) - 1]
+
+
+def test_a_replica_says_how_long_prompts_can_be_and_where_its_weights_are(
+    replica: M3Replica,
+) -> None:
+    assert replica.prompt_lengths() == (8, 511)  # top-k 2 of blocks of 4; 512 positions
+    replica.prompt_logprobs([np.arange(3, 3 + 90, dtype=np.int32).repeat(6)[:511]])
+    assert replica.gpu() is None
+
+
 class Recorder:
     """A receiver that notes on which thread the engine is called, and loads all of it by a plan."""
 
@@ -243,7 +262,7 @@ def test_a_load_into_a_shadow_lets_the_replica_generate_and_another_holds_it_up(
             assert beside.token_ids.tolist() == before.token_ids.tolist()
             assert spans([beside]) == [[[0, 3]]]
             replica.pause("keep")
-        assert replica.health()["version"] == 3
+        assert replica.health()["version"] == (3 if shadow else None)  # none is whole, in place
         recorder.go_on.set()
         streaming.result(10)
         replica.receiver_call("commit")

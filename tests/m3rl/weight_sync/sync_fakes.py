@@ -223,12 +223,16 @@ class LocalWorker(Worker):
 
     def __init__(self, engine: FakeEngine) -> None:
         super().__init__(engine)
+        self.node = f"node {id(self)}"
+        """Of its own, as long as nothing else is said."""
         self._thread = ThreadPoolExecutor(1)
         self.before: dict[str, Callable[[], None]] = {}
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         def run() -> Any:
             self.before.get(method, lambda: None)()
+            if method == "node":
+                return self.node
             return getattr(self.receiver, method)(*args)
 
         return self._thread.submit(run)

@@ -10,6 +10,7 @@ from m3rl.weight_sync import replica as replica_module
 from m3rl.weight_sync import transport as transport_module
 from m3rl.weight_sync.errors import SyncError
 from m3rl.weight_sync.layout import whole
+from m3rl.weight_sync.plan import ops_digest
 from tests.m3rl.weight_sync.sync_fakes import (
     BIAS,
     EXPERT,
@@ -179,7 +180,7 @@ def test_a_worker_that_is_told_other_ops_refuses(tamper, mends_digest):
     def tampering(method, *args):
         if method == "prepare":
             ops = tamper(args[0].ops)
-            digest = replica_module.ops_digest(ops) if mends_digest else args[0].ops_digest
+            digest = ops_digest(ops) if mends_digest else args[0].ops_digest
             args = (dataclasses.replace(args[0], ops=ops, ops_digest=digest),)
         return call(method, *args)
 
@@ -232,7 +233,7 @@ def test_a_trainer_rank_that_stalls_is_named_by_the_worker_that_waits_for_it():
         return read(name, bounds)
 
     ranks[1].sender._read = stall
-    with pytest.raises(SyncError, match=r"worker 0: trainer rank 1 is late: after 0\.5 s"):
+    with pytest.raises(SyncError, match=r"worker 0: trainer rank 1 is late: after 0\.[5-9] s"):
         sync.sync(1)
     assert not engine.serves
 

@@ -15,7 +15,9 @@ from benchmarks.kernels.harness import Bench
 from benchmarks.remote import RemoteProcess
 from benchmarks.sync_sides import ReplicaSide
 from benchmarks.weight_sync import Pair, Worker
+from m3rl.weight_sync import replica
 from m3rl.weight_sync.errors import SyncError
+from m3rl.weight_sync.messages import Limits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,7 +68,10 @@ CASES = [
 
 @pytest.mark.parametrize("pair", CASES, indirect=True)
 @pytest.mark.parametrize("chunk_kib", [64, 64 * KIB])
-def test_the_gpu_holds_the_trainers_bits_after_each_of_three_syncs(pair: Pair, chunk_kib: int):
+def test_the_gpu_holds_the_trainers_bits_after_each_of_three_syncs(
+    pair: Pair, chunk_kib: int, monkeypatch
+):
+    monkeypatch.setattr(replica, "LIMITS", Limits(chunk_kib * KIB, pack_bytes=chunk_kib * KIB))
     sync = pair.driver(verify=True, chunk_bytes=chunk_kib * KIB)
     for version in (1, 2, 3):
         pair.step()
@@ -77,7 +82,8 @@ def test_the_gpu_holds_the_trainers_bits_after_each_of_three_syncs(pair: Pair, c
 
 @needs_two
 @pytest.mark.parametrize("pair", [(*NCCL, "none")], indirect=True)
-def test_a_trainer_lives_on_when_its_replica_dies_in_a_round(pair: Pair):
+def test_a_trainer_lives_on_when_its_replica_dies_in_a_round(pair: Pair, monkeypatch):
+    monkeypatch.setattr(replica, "LIMITS", Limits(16 * KIB))
     pair.replica.end()
     pair.replica = started(DyingReplica, pair.raw)
     sync = pair.driver(verify=True, chunk_bytes=16 * KIB)

@@ -28,7 +28,7 @@ def processes():
         process.end()
 
 
-def driver(ranks, replicas, timeout_s: float = TIMEOUT_S) -> WeightSync:
+def driver(ranks, replicas, timeout_s: float = TIMEOUT_S, **options) -> WeightSync:
     def on_all(method: str):
         def call(replica: int) -> None:
             for worker in replicas[replica]:
@@ -46,6 +46,7 @@ def driver(ranks, replicas, timeout_s: float = TIMEOUT_S) -> WeightSync:
         min_replicas=1,
         verify=True,
         chunk_bytes=100,
+        **options,
     )
     for replica in replicas:
         sync.connect(replica)
@@ -123,3 +124,46 @@ def test_a_worker_killed_amid_a_stream_costs_one_replica_and_comes_back(processe
     for each in replicas.values():
         for rank, worker in enumerate(each):
             holds(worker, rank, 2, 3, 5)
+
+
+class SteppingRank(TrainerRank):
+    """Also changes one element, the same on every rank."""
+
+    def step(self, name: str, at: int) -> None:
+        flat = self.weights[name].view(-1)
+        flat[at] = 3.0 - flat[at]
+
+    def held(self, name: str) -> list[float]:
+        return self.weights[name].view(-1).tolist()
+
+
+def test_a_worker_killed_amid_a_delta_costs_one_replica_and_then_takes_all():
+    name = EXPERT.format(2)
+    ranks = [RemoteProcess(SteppingRank, rank, 2) for rank in range(2)]
+    workers = [RemoteProcess(ReplicaBody, 0, 1) for _ in range(2)]
+    try:
+        replicas = {0: [workers[0]], 1: [workers[1]]}
+        sync = driver(ranks, replicas, delta_full_every=9)
+        deltas = [sync.sync(0).num_deltas]
+        for version in (1, 2, 3):
+            for rank in ranks:
+                rank.call("step", name, 7).result(TIMEOUT_S)
+            if version == 2:
+                workers[1].call("die_in_write", name).result(TIMEOUT_S)
+            report = sync.sync(version)
+            deltas.append(report.num_deltas)
+            if version == 2:
+                assert report.ready == (0,)
+                assert "replica 1 worker 0: RuntimeError: the process died" in report.failed[1]
+                assert sync.states() == {0: "READY(2)", 1: "POISONED"}
+                workers[1].end()
+                workers[1] = replicas[1][0] = RemoteProcess(ReplicaBody, 0, 1)
+                sync.connect(1, replicas[1])
+        assert deltas == [0, 2, 1, 1]
+        truth = ranks[0].call("held", name).result(TIMEOUT_S)
+        for worker in workers:
+            version, tensors = worker.call("snapshot").result(TIMEOUT_S)
+            assert (version, tensors[name].view(-1).tolist()) == (3, truth)
+    finally:
+        for process in [*ranks, *workers]:
+            process.end()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import pickle
 
@@ -12,7 +13,7 @@ from m3rl.types import TensorSlot
 from m3rl.weight_sync.errors import LayoutError, RefusedError, SyncError, VerificationError
 from m3rl.weight_sync.layout import as_slots, layout_digest, whole
 from m3rl.weight_sync.plan import check_sends, make_plan, ops_digest
-from m3rl.weight_sync.prepare import Prepare, agreed_ops
+from m3rl.weight_sync.prepare import Agreed, Prepare, agreed_ops
 from m3rl.weight_sync.receive import EngineReceiver, ReceiverState
 from m3rl.weight_sync.send import Sender
 from m3rl.weight_sync.verify import HashSums, OpHash, hash_parts
@@ -51,7 +52,7 @@ def test_calls_out_of_order_are_refused():
     receiver.bind(FakeEngine(layout()))
     with pytest.raises(RefusedError, match="not connected"):
         receiver.prepare(Prepare(1, 1, "", "", None, True))
-    for call in (receiver.stream, receiver.commit, lambda: receiver.verify({})):
+    for call in (receiver.stream, lambda: receiver.commit({}), lambda: receiver.arrange((), ())):
         with pytest.raises(SyncError, match=r"replica 0 worker 0 is EMPTY, not .*begins a sync"):
             call()
     receiver.close()
@@ -71,14 +72,21 @@ def test_a_rank_goes_on_with_the_ops_it_was_told_before():
     digests = {"layout_digest": layout_digest(held), "ops_digest": ops_digest(ops)}
     first = Prepare(1, 1, ops=ops, verify=True, **digests)
     later = Prepare(2, 2, ops=None, verify=True, **digests)
-    assert agreed_ops(first, held, None, "trainer rank 0", check_sends) == ops
-    assert agreed_ops(later, held, ops, "trainer rank 0", check_sends) == ops
+    known = agreed_ops(first, held, None, "trainer rank 0", check_sends)
+    assert known == Agreed(held, layout_digest(held), ops, ops_digest(ops), 2 * 306 + 4 * 28)
+    assert agreed_ops(later, layout(), known, "trainer rank 0", check_sends) is known
     with pytest.raises(RefusedError, match="version 2: it was never told its ops"):
         agreed_ops(later, held, None, "trainer rank 0", check_sends)
     with pytest.raises(RefusedError, match="are not those of the driver's plan"):
-        agreed_ops(later, held, ops[1:], "trainer rank 0", check_sends)
+        agreed_ops(
+            dataclasses.replace(later, ops_digest=ops_digest(ops[1:])),
+            held,
+            known,
+            "trainer rank 0",
+            check_sends,
+        )
     with pytest.raises(RefusedError, match="are not those the driver planned for"):
-        agreed_ops(later, held[1:], ops, "trainer rank 0", check_sends)
+        agreed_ops(later, held[1:], known, "trainer rank 0", check_sends)
     missing = Prepare(1, 1, layout_digest(held[1:]), ops_digest(ops), ops, True)
     with pytest.raises(RefusedError, match=r"version 1: trainer rank 0 is to send .*embed_tokens"):
         agreed_ops(missing, held[1:], None, "trainer rank 0", check_sends)
@@ -115,9 +123,11 @@ def test_expected_hashes_are_those_of_the_tensors_however_both_sides_are_cut(
         100,
     )
     by_sender = [hashes_of(plan, r, truth) for r in range(num_senders)]
-    expected = HashSums(plan, num_workers).expected(by_sender)
+    sums = HashSums(plan, num_workers)
+    expected = sums.expected(by_sender)
     assert expected.wire == wire_hash_of(truth, plan.ops)
-    for w, by_name in enumerate(expected.by_worker):
+    for w, each in enumerate(expected.by_worker):
+        by_name = dict(zip(sums.names[w], np.frombuffer(each, np.uint64).tolist(), strict=True))
         for name, (_, shape, _) in TENSORS.items():
             bounds = rows(shape, w, num_workers)
             part = cut(truth[name], bounds)

@@ -49,16 +49,19 @@ def test_the_pause_comes_after_stream_and_verify():
 
 def test_the_old_version_serves_and_counts_while_the_new_one_streams():
     engine = FakeEngine(layout(), has_shadow=True)
-    sync, senders, workers = local_sync({0: [engine]})
+    seen = []
+
+    def pause(replica: int) -> None:
+        seen.append((engine.serves, engine.version, phases(sync)[-2], sync.ready(1)))
+        engine.pause()
+
+    sync, senders, _ = local_sync({0: [engine]}, pause=pause)
     senders.load(1)
     sync.sync(1)
-    seen = []
-    workers[0][0].before["verify"] = lambda: seen.append(
-        (engine.serves, engine.version, sync.states()[0], sync.ready(1))
-    )
+    del seen[:]
     senders.load(2)
     sync.sync(2)
-    assert seen == [(True, 1, "READY(1)", [0])]
+    assert seen == [(True, 1, "verify", [])]
     assert sync.states() == {0: "READY(2)"}
 
 

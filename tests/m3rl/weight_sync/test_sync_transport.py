@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -161,3 +162,17 @@ def test_every_error_survives_pickling():
         error = pickle.loads(pickle.dumps(kind("what, where, how")))
         assert type(error) is kind
         assert str(error) == "what, where, how"
+
+
+def test_threads_of_ended_calls_run_later_ones_under_their_names():
+    def whoami() -> tuple[int, str]:
+        return threading.get_ident(), threading.current_thread().name
+
+    first, name = in_background(whoami, "first").result(5)
+    assert name == "first"
+    assert in_background(whoami, "second").result(5) == (first, "second")
+    never = threading.Event()
+    stuck = in_background(never.wait, "stuck")
+    assert in_background(whoami, "third").result(5)[0] != first
+    never.set()
+    assert stuck.result(5)

@@ -1,0 +1,288 @@
+"""A trainer rank's side of deltas: what receivers hold, what changed since, and its messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference.kernels.changed_values import BITS, PLACE_DTYPE, ChangedTable
+from inference.kernels.copy_table import CopyTable
+from inference.kernels.mxfp8 import tensors_of
+from m3rl.weight_sync.delta import Delta, DeltaMessage, planes
+from m3rl.weight_sync.errors import RefusedError
+from m3rl.weight_sync.lane import Lane
+from m3rl.weight_sync.plan import CopyOp
+from m3rl.weight_sync.rounds import Range, Slots, rectangle_of
+from m3rl.weight_sync.send_rounds import Weights
+from m3rl.weight_sync.transport import Deadline, Posted, Transfer, Transport
+from m3rl.weight_sync.wire import Quantizer
+
+BATCH_BYTES = 256 << 20
+"""Read or quantised at a time."""
+
+
+class Packed(NamedTuple):
+    """What changed in all parts of one element size."""
+
+    counts: Tensor
+    """[tiles] int32."""
+    starts: np.ndarray
+    """[tiles + 1], where each tile's entries begin."""
+    places: Tensor
+    values: Tensor
+
+
+class Snapshot:
+    """What the receivers of a share hold, and the difference of the present weights to it.
+
+    A rectangle that several workers hold is kept and compared once. One thread at a time, but for
+    `send`.
+    """
+
+    def __init__(self, ops: Sequence[CopyOp], weights: Weights) -> None:
+        """
+        Args:
+            ops: the trainer rank's share, in order.
+        """
+        self.serial: int | None = None
+        """The sync whose weights this is; None: of none."""
+        self._ops = ops
+        self._weights = weights
+        self._lane = Lane(weights.device)
+        keys = [(op.name, op.bounds, op.storage, op.grain) for op in ops]
+        distinct = dict(zip(keys, ops, strict=True))
+        # As they are stored.
+        self._parts = [dataclasses.replace(op, wire=op.storage) for op in distinct.values()]
+        numbers = {key: i for i, key in enumerate(distinct)}
+        self._part_of = [numbers[key] for key in keys]
+        views = [_view(op, weights) for op in self._parts]
+        self._staged = {i for i, view in enumerate(views) if view is None}
+        self._batches = list(_batches(self._parts, self._staged))
+        batches = [range(*batch) for batch in self._batches]
+        self._slots = Slots(self._parts, batches, self._staged, weights.device)
+        self._quantizer = Quantizer(self._parts, batches, self._slots, weights)
+        self._lay_out_tables(views)
+        self._counts: dict[int, Tensor] = {}
+        self._packed: dict[int, Packed] = {}
+
+    def take(self, serial: int) -> None:
+        """Remember the present weights, as those of this sync; waits for the device.
+
+        Nothing is done for a sync that it is of already.
+        """
+        if self.serial == serial:
+            return
+        self.serial = None
+        with torch.no_grad(), self._lane.entered():
+            for number, (first, last) in enumerate(self._batches):
+                self._load(number)
+                self._copies.launch(self._first_plane[first], self._first_plane[last])
+            self._lane.drain(math.inf)
+        self.serial = serial
+
+    def compare(self, base: int) -> np.ndarray:
+        """How many elements of each op of the share changed, and how many of its scales, [ops, 2]
+        int64; waits for the device.
+
+        Raises:
+            RefusedError: this is not what the receivers hold since sync `base`.
+            NonFiniteError: NaN or infinity among what is held in MXFP8.
+        """
+        if self.serial != base:
+            raise RefusedError(
+                f"{self._weights.owner} knows the weights of sync {self.serial}, not those of sync "
+                f"{base} that the replica holds; it needs a full sync"
+            )
+        self._packed = {}
+        with torch.no_grad(), self._lane.entered():
+            self._quantizer.reset()
+            self._counts = {
+                item: torch.empty(
+                    table.first_tiles[-1], dtype=torch.int32, device=self._weights.device
+                )
+                for item, table in self._tables.items()
+            }
+            for number in range(len(self._batches)):
+                self._load(number)
+                for item, table in self._tables.items():
+                    table.count(*self._range(item, number), self._counts[item])
+            self._quantizer.check()
+            tiles = {item: counts.cpu().numpy() for item, counts in self._counts.items()}
+        changed = np.zeros((len(self._parts), 2), np.int64)
+        for item, each in tiles.items():
+            ends = np.concatenate([[0], each.cumsum(dtype=np.int64)])[
+                self._tables[item].first_tiles
+            ]
+            changed[tuple(np.array(self._planes[item]).T)] = np.diff(ends)
+        return changed[self._part_of]
+
+    def pack(self, serial: int) -> None:
+        """After `compare`: pack what changed, and be the snapshot of this sync; waits."""
+        assert self._counts, "compare() comes first"
+        self.serial = None
+        with torch.no_grad(), self._lane.entered():
+            starts = {}
+            for item, counts in self._counts.items():
+                starts[item] = torch.zeros(
+                    counts.numel() + 1, dtype=torch.int64, device=counts.device
+                )
+                torch.cumsum(counts, 0, out=starts[item][1:])
+                ends = starts[item].cpu().numpy()
+                self._packed[item] = Packed(
+                    counts,
+                    ends,
+                    torch.empty(int(ends[-1]), dtype=PLACE_DTYPE, device=counts.device),
+                    torch.empty(int(ends[-1]), dtype=BITS[item], device=counts.device),
+                )
+            for number in range(len(self._batches)):
+                self._load(number)
+                for item, table in self._tables.items():
+                    packed = self._packed[item]
+                    table.take(
+                        *self._range(item, number), starts[item], packed.places, packed.values
+                    )
+            self._lane.drain(math.inf)
+        self._counts = {}
+        self.serial = serial
+
+    def send(
+        self,
+        delta: Delta,
+        transport: Transport,
+        deadline: Deadline,
+        rank_of: Callable[[int], int],
+    ) -> int:
+        """After `pack`: send a share's messages; returns their bytes when the peers have them.
+
+        Args:
+            rank_of: group rank of a worker.
+
+        Raises:
+            TransportError: a member is late or gone.
+        """
+        assert self._packed, "pack() comes first"
+        lane = Lane(self._weights.device)  # another replica's may be stuck
+        with torch.no_grad(), lane.entered():
+            under_way: deque[Posted] = deque()
+            for number, group in delta.groups:
+                if len(under_way) == 2:
+                    transport.wait(under_way.popleft(), deadline)
+                transfers = [
+                    Transfer(
+                        self._message(message).to(transport.device),
+                        rank_of(message.peer),
+                        number,
+                        self._ops[message.ops[0]],
+                    )
+                    for message in group
+                ]
+                under_way.append(transport.post(sends=transfers))
+                if number == delta.groups[0][0]:
+                    transport.note("begins")
+            for posted in under_way:
+                transport.wait(posted, deadline)
+            transport.wait_for_device(lane.mark(), deadline)
+        return delta.nbytes
+
+    def release(self, serial: int) -> None:
+        """Give up what was packed for this sync; the snapshot stays."""
+        if self.serial == serial:
+            self._packed = {}
+
+    def _lay_out_tables(self, views: Sequence[Tensor | None]) -> None:
+        """Lay out, by element size, what is compared: (now, before) of all planes."""
+        pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._planes: dict[int, list[tuple[int, int]]] = {}
+        """(part, 0 or 1 for its scales) of each table's parts."""
+        everything: list[tuple[Tensor, Tensor]] = []
+        self._first_plane: list[int] = []
+        """Of each part in the table of copies, and one behind the last."""
+        for i, op in enumerate(self._parts):
+            view = views[i]
+            now = self._slots.rectangle(i) if view is None else view
+            memory = torch.empty(op.nbytes, dtype=torch.uint8, device=self._weights.device)
+            held = tensors_of(rectangle_of(memory, op))
+            self._first_plane.append(len(everything))
+            for plane, pair in enumerate(zip(tensors_of(now), held, strict=True)):
+                item = planes(op)[plane][0]
+                pairs.setdefault(item, []).append(pair)
+                self._planes.setdefault(item, []).append((i, plane))
+                everything.append(pair)
+        self._first_plane.append(len(everything))
+        self._tables = {item: ChangedTable(each) for item, each in pairs.items()}
+        self._copies = CopyTable(everything)
+        self._first_of: dict[int, np.ndarray] = {
+            item: np.searchsorted([part for part, _ in each], range(len(self._parts) + 1))
+            for item, each in self._planes.items()
+        }
+        """Of each part its first plane in the table of an element size."""
+
+    def _range(self, item: int, number: int) -> tuple[int, int]:
+        """Planes of a batch in the table of an element size."""
+        first, last = (int(self._first_of[item][i]) for i in self._batches[number])
+        return first, last
+
+    def _load(self, number: int) -> None:
+        """Bring the present weights of a batch to where they are compared."""
+        first, last = self._batches[number]
+        for i in range(first, last):
+            if i in self._staged and self._parts[i].wire == "plain":
+                self._slots.tensor(i).copy_(self._weights.of(self._parts[i]))
+        self._quantizer.fill(number)
+
+    def _message(self, message: DeltaMessage) -> Tensor:
+        wire = torch.empty(message.nbytes, dtype=torch.uint8, device=self._weights.device)
+        for item, out in message.sections(wire).items():
+            if item not in self._packed:
+                continue
+            packed, tiles = self._packed[item], list(self._tiles_of(item, message.ops))
+            entries = [(int(packed.starts[a]), int(packed.starts[b])) for a, b in tiles]
+            for source, ranges, target in (
+                (packed.counts, tiles, out[0]),
+                (packed.places, entries, out[1]),
+                (packed.values, entries, out[2]),
+            ):
+                torch.cat([source[a:b] for a, b in ranges], out=target)
+        return wire
+
+    def _tiles_of(self, item: int, ops: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Tiles of ops in the table of an element size, neighbours as one range."""
+        first_of, first_tiles = self._first_of[item], self._tables[item].first_tiles
+        begin = end = 0
+        for i in ops:
+            part = self._part_of[i]
+            first, last = (first_tiles[int(first_of[part + by])] for by in (0, 1))
+            if first != end:
+                if begin != end:
+                    yield begin, end
+                begin = first
+            end = last
+        yield begin, end
+
+
+def _view(op: CopyOp, weights: Weights) -> Tensor | None:
+    """The weights' own memory where it can be compared as it lies."""
+    if not weights.stays or op.storage != "plain":
+        return None
+    view = weights.of(op)
+    return view if view.ndim == 0 or view.stride(-1) == 1 or view.shape[-1] == 1 else None
+
+
+def _batches(ops: Sequence[CopyOp], staged: Collection[int]) -> Iterator[Range]:
+    """Consecutive ops for which at most BATCH_BYTES, or one op, are read or quantised."""
+    sizes = [op.nbytes if i in staged else 0 for i, op in enumerate(ops)]
+    cuts, size = [0], 0
+    for i, cost in enumerate(sizes):
+        if size and size + cost > BATCH_BYTES:
+            cuts.append(i)
+            size = 0
+        size += cost
+    yield from pairwise([*cuts, len(ops)])

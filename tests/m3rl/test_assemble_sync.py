@@ -1,0 +1,170 @@
+"""Each key of weight_sync reaches the driver; who carries the weights follows from the devices."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from m3rl import assemble_sync
+from m3rl.assemble_sync import max_probe_error, weight_sync
+from m3rl.config import Config, ConfigError
+from m3rl.config_file import flatten
+from m3rl.sync_transport import choose_transport, gpu_of
+from m3rl.weight_sync.probe import Probe
+
+TINY = "configs/tiny_cpu.yaml"
+PROBED = "weight_sync.probe.every=3"
+
+
+class FakePool:
+    """Trainer ranks and replicas in one; notes calls."""
+
+    num_replicas = 2
+
+    def __init__(self, gpus: dict[str, str | None] | None = None) -> None:
+        self.calls: list[Any] = []
+        self._gpus = gpus or {"trainer rank 0": None}
+
+    def gpus(self) -> dict[str, str | None]:
+        return self._gpus
+
+    def prompt_lengths(self) -> tuple[int, int]:
+        return 100, 500
+
+    def receivers(self, replica: int) -> list[str]:
+        return [f"receiver {replica}"]
+
+    def pause(self, mode: str, replica: int) -> None:
+        self.calls.append(("pause", mode, replica))
+
+    def resume(self, replica: int) -> None:
+        self.calls.append(("resume", replica))
+
+    def prompt_logprobs(self, replica: int, prompts: Any) -> Any:
+        raise AssertionError("nobody probes here")
+
+    def all(self, method: str, batch: Any) -> list[np.ndarray]:
+        self.calls.append((method, batch.length_B.tolist()))
+        return [np.where(batch.loss_mask_BS, -1.0 - np.arange(batch.ids_BS.shape[1]), 0.0)]
+
+    def first(self, count: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(ids=np.arange(i, i + 9, dtype=np.int32)) for i in range(count)]
+
+
+def handed_over(monkeypatch, *words: str, pool: FakePool | None = None) -> dict[str, Any]:
+    """Keyword arguments of the WeightSync that a configuration makes."""
+    seen: dict[str, Any] = {}
+
+    def make(senders: Any, replicas: Any, **options: Any) -> None:
+        seen.update(options, replicas=replicas)
+
+    monkeypatch.setattr(assemble_sync, "WeightSync", make)
+    pool = pool or FakePool()
+    weight_sync(Config.load(TINY, words), pool, pool, pool, host="h")  # type: ignore[arg-type]
+    return seen
+
+
+REACHES = {
+    "timeout_s": ("7", {"timeout_s": 7.0}),
+    "verify": ("false", {"verify": False}),
+    "chunk_mib": ("3", {"chunk_bytes": 3 << 20}),
+    "transport": ("gloo", {"backend": "gloo"}),
+    "wire": ("mxfp8", {"wire": "mxfp8"}),
+    "delta": ("true", {"delta_full_every": 20}),
+}
+
+
+@pytest.mark.parametrize("key", REACHES)
+def test_a_key_changes_its_argument(monkeypatch, key):
+    value, expected = REACHES[key]
+    own_gpus = FakePool({"trainer rank 0": "a", "replica 0": "b", "replica 1": "c"})
+    before = handed_over(monkeypatch, pool=own_gpus)
+    after = handed_over(monkeypatch, f"weight_sync.{key}={value}", pool=own_gpus)
+    changed = {name for name in expected if before[name] != after[name]}
+    assert changed == set(expected)
+    assert {name: after[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("mode", ["keep", "drain", "recompute"])
+def test_replicas_pause_in_the_mode_of_the_configuration(monkeypatch, mode):
+    pool = FakePool()
+    options = handed_over(monkeypatch, f"weight_sync.pause={mode}", pool=pool)
+    options["pause"](1)
+    options["resume"](1)
+    assert pool.calls == [("pause", mode, 1), ("resume", 1)]
+    assert options["replicas"] == {0: ["receiver 0"], 1: ["receiver 1"]}
+
+
+def test_the_probe_asks_all_ranks_for_prompts_of_two_lengths(monkeypatch):
+    assert handed_over(monkeypatch)["probe"] is None
+    pool = FakePool()
+    words = [PROBED, "weight_sync.probe.prompts=3", "weight_sync.probe.max_error=0.25"]
+    probe = handed_over(monkeypatch, *words, pool=pool)["probe"]
+    assert isinstance(probe, Probe)
+    assert [probe.is_due(version) for version in (2, 3)] == [False, True]
+    assert probe._max_error == 0.25
+    scores = probe._trainer(probe._prompts)
+    assert pool.calls == [("logprobs", [64, 164, 64])]
+    assert [len(each) for each in scores] == [63, 163, 63]
+    assert scores[0][:2].tolist() == [-2.0, -3.0]
+
+
+@pytest.mark.parametrize(
+    ("words", "bound"),
+    [
+        ([], 1e-3),
+        (["policy.dtype=bfloat16"], 0.15),
+        (["policy.dtype=bfloat16", "rollout.backend.engine.quantization=mxfp8"], 0.3),
+        (["rollout.backend.engine.kv_dtype=float8_e4m3fn"], 0.3),
+        (["rollout.backend.engine.index_dtype=float8_e4m3fn"], 0.3),
+    ],
+)
+def test_the_bound_of_the_probe_follows_the_dtypes(words, bound):
+    assert max_probe_error(Config.load(TINY, words)) == bound
+
+
+def test_no_key_of_weight_sync_is_left_out():
+    keys = set(flatten(Config.load(TINY).to_dict()["weight_sync"]))
+    probe = {"probe.every", "probe.prompts", "probe.max_error"}
+    assert keys - REACHES.keys() - probe == {"pause", "min_replicas", "delta_full_every"}
+
+
+def test_without_delta_every_sync_is_full_and_with_it_every_so_many(monkeypatch):
+    every = "weight_sync.delta_full_every=7"
+    assert handed_over(monkeypatch, every)["delta_full_every"] == 1
+    assert handed_over(monkeypatch, every, "weight_sync.delta=true")["delta_full_every"] == 7
+
+
+OWN = {"trainer rank 0": "a", "trainer rank 1": "b", "replica 0": "c"}
+
+
+def test_weights_travel_over_nccl_where_everybody_has_a_gpu_of_its_own():
+    assert choose_transport("auto", OWN) == choose_transport("nccl", OWN) == "nccl"
+    assert choose_transport("gloo", OWN) == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        (OWN | {"replica 0": None}, "replica 0 keeps its weights in the host's memory"),
+        (OWN | {"replica 0": "b"}, "trainer rank 1 and replica 0 share one GPU"),
+    ],
+)
+def test_nccl_is_refused_with_who_is_in_the_way_and_auto_takes_gloo(gpus, said):
+    assert choose_transport("auto", gpus) == "gloo"
+    with pytest.raises(ConfigError, match=f"{said}; set auto or gloo"):
+        choose_transport("nccl", gpus)
+
+
+def test_weights_on_the_host_have_no_gpu():
+    assert gpu_of(torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_known_by_the_same_name_however_it_is_addressed():
+    assert gpu_of(torch.device("cuda")) == gpu_of(torch.device("cuda:0")) is not None

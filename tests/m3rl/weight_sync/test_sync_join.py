@@ -1,0 +1,447 @@
+"""A replica that comes late takes what a READY one serves, else what the trainer has."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.remote import RemoteProcess
+from inference.config import EngineConfig
+from inference.engine import Engine
+from m3rl.rollout.m3_replica import EngineTarget
+from m3rl.types import Receiver
+from m3rl.weight_sync import hand_over
+from m3rl.weight_sync import transport as transport_module
+from m3rl.weight_sync.errors import BusyError, SyncError
+from m3rl.weight_sync.hand_over import Piece
+from m3rl.weight_sync.sync import WeightSync
+from tests.m3rl.weight_sync.sync_fakes import (
+    EMBEDDING,
+    EXPERT,
+    FakeEngine,
+    LocalSenders,
+    LocalWorker,
+    RemoteSenders,
+    ReplicaBody,
+    TrainerRank,
+    Worker,
+    assert_holds,
+    layout,
+    store_without_sockets,
+)
+from tests.m3rl.weight_sync.test_sync_engine import Rank
+from tests.m3rl.weight_sync.test_sync_pauses import RAW, new_replica, request
+from tests.m3rl.weight_sync.test_sync_pauses import Worker as ReplicaWorker
+from tests.tiny_models import model_config, random_checkpoint, random_tensors, tiny_config
+
+TIMEOUT_S = 30.0
+
+
+class GivingEngine(FakeEngine):
+    """One that others can take weights from."""
+
+    def serving_places(self) -> list[Tensor]:
+        return [self.tensors[name] for name in self.slots]
+
+
+class Body(ReplicaBody):
+    """What a replica's process runs."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        Worker.__init__(self, GivingEngine(layout(rank, world)))
+        self._receiving = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        """The receiver's methods, one call at a time, as a replica has it."""
+
+        method = getattr(self.receiver, name)
+
+        def call(*args: Any) -> Any:
+            with self._receiving:
+                return method(*args)
+
+        return call
+
+    def die_in_give(self, num_rounds: int) -> None:
+        """Amid the next hand-over, after so many rounds."""
+        rounds = hand_over._rounds
+
+        def dying(*args):
+            for i, each in enumerate(rounds(*args)):
+                if i == num_rounds:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield each
+
+        hand_over._rounds = dying
+
+
+def phases(sync: WeightSync, replica: int) -> list[str]:
+    return [event.phase for event in sync.events if event.replica == replica]
+
+
+TAKEN = ["prepare", "stream", "pause", "commit", "resume"]
+SYNCED = ["prepare", "pause", "stream", "verify", "commit", "resume"]
+
+
+@pytest.fixture
+def processes() -> Iterator[tuple[RemoteProcess, dict[int, list[RemoteProcess]]]]:
+    """A trainer rank, and two replicas of two row-sharded workers."""
+    rank = RemoteProcess(TrainerRank, 0, 1)
+    replicas = {r: [RemoteProcess(Body, i, 2) for i in range(2)] for r in range(2)}
+    yield rank, replicas
+    for process in [rank, *replicas[0], *replicas[1]]:
+        process.end()
+
+
+def remote_driver(rank: RemoteProcess, replicas: dict[int, list[RemoteProcess]]) -> WeightSync:
+    def on_all(method: str):
+        def call(replica: int) -> None:
+            for worker in replicas[replica]:
+                worker.call(method).result(TIMEOUT_S)
+
+        return call
+
+    sync = WeightSync(
+        RemoteSenders([rank]),
+        replicas,
+        pause=on_all("pause"),
+        resume=on_all("resume"),
+        host="127.0.0.1",
+        timeout_s=TIMEOUT_S,
+        min_replicas=0,
+        verify=True,
+        chunk_bytes=100,
+    )
+    for replica in replicas:
+        sync.connect(replica)
+    return sync
+
+
+def holds(worker: RemoteProcess, rank: int, version: int, seed: int) -> None:
+    held_version, tensors = worker.call("snapshot").result(TIMEOUT_S)
+    assert held_version == version
+    assert_holds(tensors, layout(rank, 2), seed)
+
+
+def replaced(replicas: dict[int, list[RemoteProcess]], replica: int) -> list[RemoteProcess]:
+    """The replica dies; fresh processes are in its place."""
+    for worker in replicas[replica]:
+        worker.kill()
+        worker.end()
+    replicas[replica][:] = [RemoteProcess(Body, i, 2) for i in range(2)]
+    return replicas[replica]
+
+
+@pytest.mark.timeout(120)
+def test_a_replica_that_was_killed_comes_back_from_its_peer_and_then_on_with_all(processes):
+    rank, replicas = processes
+    sync = remote_driver(rank, replicas)
+    rank.call("load", 1).result(TIMEOUT_S)
+    assert sync.sync(1).ready == (0, 1)
+    rank.call("load", 2).result(TIMEOUT_S)  # the trainer has gone on; version 1 is not there now
+    del sync.events[:]
+    sync.bring(1, 1, replaced(replicas, 1))
+    assert sync.states() == {0: "READY(1)", 1: "READY(1)"}
+    assert phases(sync, 1) == TAKEN
+    for worker in range(2):
+        holds(replicas[1][worker], worker, 1, seed=1)
+    assert sync.sync(2).ready == (0, 1)
+    for each in replicas.values():
+        for worker in range(2):
+            holds(each[worker], worker, 2, seed=2)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("num_rounds", [0, 2])
+def test_a_peer_that_dies_meanwhile_is_replaced_by_the_trainer(processes, num_rounds):
+    rank, replicas = processes
+    sync = remote_driver(rank, replicas)
+    rank.call("load", 1).result(TIMEOUT_S)
+    sync.sync(1)
+    replicas[0][1].call("die_in_give", num_rounds).result(TIMEOUT_S)
+    del sync.events[:]
+    sync.bring(1, 1, replaced(replicas, 1))
+    assert sync.states()[1] == "READY(1)"
+    assert phases(sync, 1) == ["prepare", "stream", *SYNCED]
+    for worker in range(2):
+        holds(replicas[1][worker], worker, 1, seed=1)
+    rank.call("load", 2).result(TIMEOUT_S)
+    report = sync.sync(2)
+    assert report.ready == (1,)
+    assert "replica 0 worker 1: RuntimeError: the process died" in report.failed[0]
+
+
+def local_driver(
+    engines: dict[int, FakeEngine], **options
+) -> tuple[WeightSync, LocalSenders, dict[int, LocalWorker]]:
+    senders = LocalSenders([TrainerRank(0, 1)])
+    workers = {number: LocalWorker(engine) for number, engine in engines.items()}
+    sync = WeightSync(
+        senders,
+        workers,
+        pause=lambda number: engines[number].pause(),
+        resume=lambda number: engines[number].resume(),
+        host="127.0.0.1",
+        timeout_s=5.0,
+        min_replicas=0,
+        verify=True,
+        **options,
+    )
+    for number in engines:
+        sync.connect(number)
+    return sync, senders, workers
+
+
+@pytest.fixture
+def _store_without_sockets(monkeypatch):
+    monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+
+
+def newcomer(engines: dict[int, FakeEngine], number: int, **options) -> LocalWorker:
+    engines[number] = GivingEngine(layout(), **options)
+    return LocalWorker(engines[number])
+
+
+@pytest.mark.usefixtures("_store_without_sockets")
+@pytest.mark.parametrize("chunk_bytes", [64, 130, 1 << 20])
+@pytest.mark.parametrize("has_shadow", [False, True])
+def test_weights_come_whole_whatever_travels_at_a_time(has_shadow, chunk_bytes):
+    engines = {r: GivingEngine(layout(), has_shadow=has_shadow) for r in range(2)}
+    sync, senders, _ = local_driver(engines, chunk_bytes=chunk_bytes)
+    senders.load(3)
+    sync.sync(1)
+    if has_shadow:  # what lies there is not what serves
+        engines[0].loaded[EMBEDDING].zero_()
+    senders.load(4)
+    sync.bring(1, 1, newcomer(engines, 1, has_shadow=has_shadow))
+    assert_holds(engines[1].tensors, layout(), 3)
+    assert (engines[1].version, engines[1].serves, engines[1].paused) == (1, True, False)
+    assert engines[0].events[-1] == "resume"  # of the sync: it was not disturbed since
+    assert sync.sync(2).ready == (0, 1)
+    assert_holds(engines[1].tensors, layout(), 4)
+
+
+@pytest.mark.usefixtures("_store_without_sockets")
+@pytest.mark.parametrize("end", [0, 1])
+def test_what_is_not_in_one_piece_is_copied_at_that_end(end):
+    engines = {r: GivingEngine(layout()) for r in range(2)}
+    sync, senders, _ = local_driver(engines, chunk_bytes=70)
+    senders.load(3)
+    sync.sync(1, [0])
+    for name, tensor in engines[end].tensors.items():
+        engines[end].tensors[name] = tensor.T.contiguous().T if tensor.ndim == 2 else tensor
+    senders.load(4)
+    sync.bring(1, 1)
+    assert phases(sync, 1) == TAKEN
+    assert_holds(engines[1].tensors, layout(), 3)
+
+
+@pytest.mark.usefixtures("_store_without_sockets")
+@pytest.mark.parametrize("why", ["older", "other layout", "poisoned"])
+def test_without_a_peer_that_serves_the_version_and_holds_the_same_the_trainer_gives(why):
+    engines = {r: GivingEngine(layout()) for r in range(2)}
+    sync, senders, _ = local_driver(engines)
+    senders.load(1)
+    sync.sync(1, [0])
+    senders.load(2)
+    if why == "poisoned":
+        engines[0].fault = flip_in("lm_head.weight")
+        sync.sync(2, [0])
+        assert sync.states()[0] == "POISONED"
+    if why == "other layout":
+        sync._replicas[0].layouts = ("another",)
+    version = 1 if why == "other layout" else 2
+    sync.bring(1, version)
+    assert phases(sync, 1) == SYNCED
+    assert_holds(engines[1].tensors, layout(), 2)
+    assert sync.states()[1] == f"READY({version})"
+
+
+@pytest.mark.usefixtures("_store_without_sockets")
+def test_a_newcomer_takes_all_of_the_next_sync_where_others_take_a_delta():
+    engines = {r: GivingEngine(layout()) for r in range(2)}
+    sync, senders, _ = local_driver(engines, delta_full_every=9)
+    trainer = senders.ranks[0].weights
+
+    def step(version: int) -> list[int]:
+        trainer[EMBEDDING][version, 2] += 1
+        report = sync.sync(version)
+        assert (report.ready, report.checksum_ok) == ((0, 1), True)
+        for engine in engines.values():
+            assert all(torch.equal(engine.tensors[name], trainer[name]) for name in trainer)
+        return [number for number, one in sync._replicas.items() if one.record.is_delta]
+
+    assert [step(1), step(2)] == [[], [0, 1]]
+    sync.bring(1, 2, newcomer(engines, 1))
+    assert phases(sync, 1)[-5:] == TAKEN
+    assert [step(3), step(4)] == [[0], [0, 1]]
+
+
+def flip_in(name: str):
+    def fault(engine: FakeEngine, names: list[str]) -> None:
+        if name in names:
+            engine.loaded[name][1, 1] += 1
+
+    return fault
+
+
+@pytest.mark.usefixtures("_store_without_sockets")
+@pytest.mark.parametrize("fault", ["a flipped bit", "another version serves"])
+def test_a_hand_over_that_cannot_be_trusted_is_not_committed(monkeypatch, fault):
+    engines = {r: GivingEngine(layout()) for r in range(2)}
+    sync, senders, _ = local_driver(engines)
+    senders.load(1)
+    sync.sync(1)
+    coming = newcomer(engines, 1)
+    del sync.events[:]
+    if fault == "a flipped bit":
+        receive = hand_over._receive
+
+        def damaged(pieces: list[Piece], *args):
+            receive(pieces, *args)
+            memory = dict(pieces)[EXPERT.format(2)]
+            memory.view(torch.int16)[0, 0] ^= 1
+            held = hand_over._Hashes(pieces)
+            held.launch()
+            return held.read()
+
+        monkeypatch.setattr(hand_over, "_receive", damaged)
+    else:
+        engines[0].version = 7  # behind the driver's back, from disk say
+    sync.bring(1, 1, coming)
+    came_to = ["prepare", "stream"] if fault == "a flipped bit" else ["prepare"]
+    assert phases(sync, 1) == [*came_to, *SYNCED]
+    assert engines[1].events.count("commit") == 1
+    assert_holds(engines[1].tensors, layout(), 1)
+    assert sync.states()[1] == "READY(1)"
+
+
+@pytest.mark.usefixtures("_store_without_sockets")
+def test_no_sync_begins_amid_a_hand_over(monkeypatch):
+    engines = {r: GivingEngine(layout()) for r in range(2)}
+    sync, senders, workers = local_driver(engines)
+    senders.load(1)
+    sync.sync(1, [0])
+    giving, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        giving.set()
+        assert go_on.wait(10)
+
+    workers[0].before["give"] = wait
+    with ThreadPoolExecutor(1) as threads:
+        bringing = threads.submit(sync.bring, 1, 1)
+        assert giving.wait(10)
+        with pytest.raises(BusyError, match=r"bring\(1\) to version 1"):
+            sync.sync(2)
+        go_on.set()
+        bringing.result(10)
+    assert sync.states() == {0: "READY(1)", 1: "READY(1)"}
+
+
+@pytest.mark.usefixtures("_store_without_sockets")
+def test_a_replica_that_nobody_can_bring_there_is_an_error():
+    engines = {r: GivingEngine(layout()) for r in range(2)}
+    sync, senders, _ = local_driver(engines)
+    senders.load(1)
+    sync.sync(1)
+    coming = newcomer(engines, 1)
+    engines[1].fault = flip_in("lm_head.weight")
+    engines[0].version = None
+    with pytest.raises(SyncError, match="other bits than the trainer in 1 tensors"):
+        sync.bring(1, 1, coming)
+    assert sync.states()[1] == "POISONED"
+
+
+class EngineWorker(LocalWorker):
+    """Of a real engine, which a receiver reaches as in a replica."""
+
+    def attach(self, receiver: Receiver) -> None:
+        receiver.bind(EngineTarget(self.engine, lambda command: command()))
+        self.receiver = receiver
+
+
+WIDE = tiny_config(
+    num_hidden_layers=2,
+    dense_intermediate_size=64,
+    intermediate_size=32,
+    shared_intermediate_size=32,
+    vocab_size=96,
+)
+"""Columns in whole blocks of MXFP8."""
+
+
+@pytest.mark.usefixtures("_store_without_sockets")
+@pytest.mark.parametrize("shadow", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "mxfp8", "mxfp8_released"])
+def test_what_an_engine_stores_is_handed_over_as_it_lies(monkeypatch, quantization, shadow):
+    monkeypatch.setattr("tests.m3rl.weight_sync.test_sync_engine.RAW", WIDE)
+    options = EngineConfig(
+        dtype="bfloat16", num_pages=32, quantization=quantization, shadow_weights=shadow
+    )
+    engines = [Engine(model_config(WIDE), options) for _ in range(2)]
+    rank = Rank(torch.bfloat16, 0, 1)
+    sync = WeightSync(
+        LocalSenders([rank]),
+        {number: EngineWorker(engine) for number, engine in enumerate(engines)},
+        pause=lambda number: engines[number].pause("keep"),
+        resume=lambda number: engines[number].resume(),
+        host="127.0.0.1",
+        timeout_s=10.0,
+        min_replicas=0,
+        verify=True,
+        chunk_bytes=5000,
+    )
+    sync.connect(0)
+    rank.load(5)
+    sync.sync(1, [0])
+    rank.load(6)
+    sync.bring(1, 1)
+    assert phases(sync, 1) == TAKEN
+    assert engines[1].version == 1
+    assert engines[1].weights_hash() == engines[0].weights_hash()
+    truth = Engine(model_config(WIDE), options)
+    truth.load_weights(random_tensors(WIDE, 5, torch.bfloat16).items(), 0)
+    assert engines[1].weights_hash() == truth.weights_hash()
+
+
+@pytest.mark.usefixtures("_store_without_sockets")
+def test_a_peer_generates_while_it_gives_and_the_newcomer_then_generates_the_same(
+    monkeypatch, tmp_path
+):
+    random_checkpoint(tmp_path, RAW, seed=0)
+    replicas = [new_replica(tmp_path, shadow=False) for _ in range(2)]
+    sync = WeightSync(
+        LocalSenders([Rank(torch.float32, 0, 1)]),
+        {number: ReplicaWorker(replica) for number, replica in enumerate(replicas)},
+        pause=lambda number: replicas[number].pause("keep"),
+        resume=lambda number: replicas[number].resume(),
+        host="127.0.0.1",
+        timeout_s=20.0,
+        min_replicas=0,
+        verify=True,
+    )
+    sync.connect(0)
+    sync.sync(1, [0])
+    send, seen = hand_over._send, []
+
+    def generating(*args: Any) -> dict[str, int]:
+        seen.extend(replicas[0].generate([request(0), request(1)]))
+        return send(*args)
+
+    monkeypatch.setattr(hand_over, "_send", generating)
+    sync.bring(1, 1)
+    assert phases(sync, 1) == TAKEN
+    assert [result.version_spans.tolist() for result in seen] == [[[0, 1]]] * 2
+    for result, again in zip(seen, replicas[1].generate([request(0), request(1)]), strict=True):
+        assert again.version_spans.tolist() == [[0, 1]]
+        assert again.token_ids.tolist() == result.token_ids.tolist()
+        assert again.logprobs.tolist() == result.logprobs.tolist()

@@ -252,8 +252,9 @@ class EngineReceiver:
             self._give_up(is_touched=not self.has_shadow())
         if self._transport is not None:
             self._transport.close()
-        self._transport = None
-        self._agreed = self._rounds = self._deltas = self._load_plan = None
+        self._transport = self._agreed = None
+        if not self._is_stuck:  # else the device may still write there
+            self._rounds = self._deltas = self._load_plan = None
 
     def _read_layout(self) -> tuple[TensorSlot, ...]:
         """Anew: an engine that rearranged its tensors must not be written by an old list."""

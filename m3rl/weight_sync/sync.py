@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+from m3rl.errors import M3rlError
 from m3rl.types import RemoteReceiver, SenderGroup
 from m3rl.weight_sync.delta_driver import Deltas, Offer
 from m3rl.weight_sync.errors import BusyError, NotReadyError, RefusedError, SyncError
@@ -236,22 +237,26 @@ class WeightSync:
 
     def _take_from_peer(self, replica: int, version: int) -> str | None:
         """Who gave the replica the version; None: nobody did, and the replica is connected."""
-        with self._hold(f"bring({replica}) to version {version}"):
-            one = self._replica(replica)
-            peer = one.peer_of(self._replicas.values(), version)
-            if peer is None:
-                return None
-            self._begin_probe(version)
-            self._serial += 1
-            group = self._group(one, f"from{peer.number}")
-            try:
-                one.take_from(peer, version, group, self._chunk_bytes)
-            except SyncError as error:
-                logger.warning("replica %d takes from the trainer: %s", replica, error)
-            else:
-                return f"replica {peer.number}"
-        self.connect(replica)
-        return None
+        others = {number: one for number, one in self._replicas.items() if number != replica}
+        while True:
+            with self._hold(f"bring({replica}) to version {version}"):
+                one = self._replica(replica)
+                peer = one.peer_of(others.values(), version)
+                if peer is None:
+                    return None
+                self._begin_probe(version)
+                self._serial += 1
+                group = self._group(one, f"from{peer.number}")
+                try:
+                    one.take_from(peer, version, group, self._chunk_bytes)
+                except M3rlError as error:  # a peer may be gone that nobody has missed yet
+                    logger.warning(
+                        "replica %d does not take from replica %d: %s", replica, peer.number, error
+                    )
+                    del others[peer.number]
+                else:
+                    return f"replica {peer.number}"
+            self.connect(replica)
 
     def _begin_probe(self, version: int) -> None:
         probe = self._driver.probe

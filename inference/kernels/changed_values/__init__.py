@@ -65,7 +65,7 @@ class ChangedTable(_TiledTable):
             TypeError: dtypes differ, or another element size.
             ValueError: shapes differ, too many dimensions, or another stride.
         """
-        op = "ChangedTable"
+        op = "changed_values.ChangedTable"
         for now, before in pairs:
             expect_dtype(op, "before", before, now.dtype)
             expect_shape(op, "before", before, tuple(now.shape))
@@ -130,7 +130,7 @@ class OverwriteTable(_TiledTable):
         Raises:
             As `ChangedTable`.
         """
-        super().__init__("OverwriteTable", [(out,) for out in outs], tile)
+        super().__init__("changed_values.OverwriteTable", [(out,) for out in outs], tile)
         self._outs = tuple(outs)
         if self._on_cuda:
             from inference.kernels.changed_values import kernel

@@ -11,6 +11,7 @@ import torch
 import inference.kernels
 from inference.kernels import mxfp8
 from inference.kernels.add_rows import add_rows
+from inference.kernels.changed_values import ChangedTable
 from inference.kernels.decode_plan import DecodePlan, plan_units
 from inference.kernels.dispatch import use_kernel
 from inference.kernels.expert_gemm import expert_gemm
@@ -110,8 +111,14 @@ def call_sample_logprob(device: Device) -> None:
     )
 
 
+def call_changed_values(device: Device) -> object:
+    pair = torch.zeros(1, 4, device=device), torch.ones(1, 4, device=device)
+    return ChangedTable([pair]).count(0, 1, torch.zeros(1, dtype=torch.int32, device=device))
+
+
 CALLS: dict[str, Callable[[Device], object]] = {
     "add_rows": call_add_rows,
+    "changed_values": call_changed_values,
     "expert_gemm": call_expert_gemm,
     "index_select": call_index_select,
     "linear": lambda device: linear(

@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks.remote import RemoteProcess
 from inference.config import EngineConfig
 from inference.engine import Engine
+from m3rl.errors import M3rlError
 from m3rl.rollout.m3_replica import EngineTarget
 from m3rl.types import Receiver
 from m3rl.weight_sync import hand_over
@@ -242,6 +243,23 @@ def test_what_is_not_in_one_piece_is_copied_at_that_end(end):
     sync.bring(1, 1)
     assert phases(sync, 1) == TAKEN
     assert_holds(engines[1].tensors, layout(), 3)
+
+
+@pytest.mark.usefixtures("_store_without_sockets")
+def test_of_peers_that_nobody_has_missed_yet_the_next_one_gives(monkeypatch):
+    engines = {r: GivingEngine(layout()) for r in range(3)}
+    sync, senders, workers = local_driver(engines)
+    senders.load(3)
+    sync.sync(1)
+    senders.load(4)
+
+    def gone(method, *args):
+        raise M3rlError("replica 0 is gone; restart it before calling it")
+
+    monkeypatch.setattr(workers[0], "call", gone)
+    sync.bring(2, 1)
+    assert phases(sync, 2)[-len(TAKEN) :] == TAKEN
+    assert_holds(engines[2].tensors, layout(), 3)
 
 
 @pytest.mark.usefixtures("_store_without_sockets")

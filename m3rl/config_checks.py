@@ -99,7 +99,7 @@ def _find(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def _nccl_conflicts(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
     """NCCL wants all weights on GPUs, and each rank on one of its own (Ray sees to that)."""
-    # TODO: drop when trainer ranks can be given GPUs.
+    # True as long as there is no key that gives trainer ranks GPUs.
     yield (
         "weight_sync.transport: nccl carries weights between GPUs, and trainer ranks compute on "
         "the CPU so far; set auto or gloo",

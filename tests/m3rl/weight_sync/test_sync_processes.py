@@ -28,7 +28,9 @@ def processes():
         process.end()
 
 
-def driver(ranks, replicas, timeout_s: float = TIMEOUT_S, **options) -> WeightSync:
+def driver(
+    ranks, replicas, timeout_s: float = TIMEOUT_S, min_replicas: int = 1, **options
+) -> WeightSync:
     def on_all(method: str):
         def call(replica: int) -> None:
             for worker in replicas[replica]:
@@ -43,7 +45,7 @@ def driver(ranks, replicas, timeout_s: float = TIMEOUT_S, **options) -> WeightSy
         resume=on_all("resume"),
         host="127.0.0.1",
         timeout_s=timeout_s,
-        min_replicas=1,
+        min_replicas=min_replicas,
         verify=True,
         chunk_bytes=100,
         **options,

@@ -5,6 +5,7 @@ import torch
 
 from inference.config import EngineConfig
 from inference.engine import Engine, EngineStateError, Request, WeightLoadError, WeightState
+from inference.engine.scoring import prompt_logprobs
 from tests.inference.engine import planned
 from tests.inference.engine.engines import (
     assert_same,
@@ -28,6 +29,16 @@ WIDE = tiny_config(
 )
 """Its widths are multiples of 32."""
 EXPERT = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+
+
+def test_weights_of_two_versions_have_no_version_and_score_nothing():
+    engine = make_engine(seed=0)
+    plan = engine.plan_load(planned.parts_of(engine))
+    engine.begin_load(1, plan)
+    planned.fill(plan, weights(1), 0, len(plan.parts) // 2)
+    assert engine.version is None
+    with pytest.raises(EngineStateError, match="by whole weights"):
+        prompt_logprobs(engine, prompt(12))
 
 
 @pytest.mark.parametrize("cuts", [1, 2, 5])

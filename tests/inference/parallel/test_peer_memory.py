@@ -223,3 +223,15 @@ def test_memory_is_shared_where_each_rank_reaches_all():
     assert can_share([0, 1], [{0, 1}, {0, 1, 2}, {2, 1}])
     assert not can_share([0, 1, 2], [{0, 1, 2}, {0, 1, 2}, {2, 1}])
     assert not can_share([1], [{0, 1}, {0, 1}])
+
+
+def test_a_rank_that_was_released_waits_for_nobody_again():
+    buffers = [torch.zeros(peer_memory.memory_bytes(2), dtype=torch.uint8) for _ in range(2)]
+    one, other = PeerMemory(0, buffers), PeerMemory(1, buffers)
+    one.release()
+    other.release()
+    # The other had a launch more in its queue: its flag comes after the release.
+    peer_memory.all_reduce(other, torch.ones(8))
+    assert (one.flags[:2] == RELEASED).all()
+    for _ in range(2):
+        peer_memory.all_reduce(one, torch.ones(8))

@@ -46,6 +46,8 @@ STAGES = gl.constexpr(2)
 """Pages in shared memory."""
 REGISTERS = (160, 160, 24)
 """Of each thread of the second and third warpgroup and of the warp that fetches."""
+MAX_REGISTERS = 128
+"""Of a thread on average."""
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """Of queries, keys, values and parts in shared memory."""
 NO_LSE = gl.constexpr(MIN_MAX.value)
@@ -79,6 +81,16 @@ def _unit(units_ptr, i_use, num_units):
 
 
 @gluon.jit
+def _tokens(p_token, i_query, num_queries, TILE: gl.constexpr):
+    """Tokens of a tile; 0 where the list has ended."""
+    tokens = ()
+    for j in gl.static_range(TILE):
+        is_there = i_query + j < num_queries
+        tokens = tokens + (gl.load(p_token + i_query + j, mask=is_there, other=0),)  # noqa: RUF005
+    return tokens
+
+
+@gluon.jit
 def _produce(
     q_desc, k_desc, v_desc, q_boxes, q_full, q_empty, k_smem, v_smem, kv_full, kv_empty, units_ptr,
     tokens_ptr, num_units, rows_per_token, K: gl.constexpr, G: gl.constexpr, TILE: gl.constexpr,
@@ -96,13 +108,16 @@ def _produce(
         mbarrier.expect(kv_full.index(stage), 2 * k_desc.block_type.nbytes)
         _load(k_desc, [place, 0], kv_full.index(stage), k_smem.index(stage))
         _load(v_desc, [place, 0], kv_full.index(stage), v_smem.index(stage))
+        next_tokens = _tokens(p_token, 0, num_queries, TILE)
         for i_query in range(0, num_queries, TILE):
+            # What the next tile needs is on its way while this one waits for its place.
+            tokens = next_tokens
+            next_tokens = _tokens(p_token, i_query + TILE, num_queries, TILE)
             slot = num_tiles % SLOTS
             mbarrier.wait(q_empty.index(slot), ((num_tiles // SLOTS) & 1) ^ 1)
             mbarrier.expect(q_full.index(slot), 2 * TILE * q_desc.block_type.nbytes)
             for j in gl.static_range(TILE):
-                token = gl.load(p_token + i_query + j, mask=i_query + j < num_queries, other=0)
-                place_q = q_row + token * rows_per_token
+                place_q = q_row + tokens[j] * rows_per_token
                 # Two boxes of half the head dim each: so rows of tokens lie as rows of a tile do.
                 box = slot * 2 * TILE + j
                 _load(q_desc, [place_q, 0], q_full.index(slot), q_boxes.index(box))
@@ -143,10 +158,10 @@ def _consume(
             b_q = q_tiles.index(slot)
             mbarrier.wait(q_full.index(slot), (i_tile // SLOTS) & 1)
             b_s = warpgroup_mma(b_q, b_k.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+            b_s = warpgroup_mma_wait(0, deps=(b_s,))
             # Meanwhile the output of the tile before has left its buffer.
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((i_tile + SLOTS - GROUPS) % SLOTS), pred=i_tile >= GROUPS)
-            b_s = warpgroup_mma_wait(0, deps=(b_s,))
             if is_masked:
                 o_q = i * TILE + o_m // G
                 b_t = gl.load(tokens_ptr + row + o_q, mask=o_q < num_queries, other=0)
@@ -367,6 +382,7 @@ class Attend:
             G=self.group,
             REGISTERS=REGISTERS,
             num_warps=4,
+            maxnreg=MAX_REGISTERS,
         )
 
 

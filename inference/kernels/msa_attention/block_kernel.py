@@ -23,8 +23,12 @@ from torch import Tensor
 
 from inference.kernels.hardware import num_multiprocessors
 from inference.kernels.merge_kernel import MIN_MAX
+from inference.kernels.msa_attention.combine_kernel import combine_kernel
 from inference.kernels.msa_attention.invert_kernel import BlockLists, invert_blocks
 from inference.kernels.paging import LayerPages, PagedBatch
+
+COMBINE_ROWS, COMBINE_WARPS = 16, 8
+"""Query heads and warps of a program that combines."""
 
 
 class BlockMajor(NamedTuple):
@@ -39,7 +43,7 @@ class BlockMajor(NamedTuple):
     on_hopper: bool = False
     """Whether `block_hopper_kernel` attends. It leaves `spared` multiprocessors to the combining
     of the pass before."""
-    spared: int = 16
+    spared: int = 24
     rows: int = 64
     """Rows (queries x query heads of a KV head) of a tile; `block_hopper_kernel` wants 64."""
 
@@ -76,6 +80,7 @@ def attend_blocks(
     scale: float,
     out_THD: Tensor,
     launch: BlockMajor,
+    lse_TH: Tensor | None = None,
 ) -> None:
     num_tokens, num_kv_heads, topk = blocks_TKB.shape
     group, head_dim = q_THD.shape[1] // num_kv_heads, q_THD.shape[2]
@@ -90,6 +95,7 @@ def attend_blocks(
         pages, batch = block_hopper_kernel.prepared(pages, batch, q_THD.dtype)
     lists = invert_blocks(blocks_TKB, batch, slab=slab, heads=heads, tile=tile, unit=launch.unit)
     num_passes, num_rows = lists.tokens_PL.shape
+    rows = min(COMBINE_ROWS, padded(group))
     attend = functools.partial(_attend_pass, q_THD, pages, batch, lists, scale, tile, strides)
     programs = num_rows // tile
     if launch.on_hopper:
@@ -112,10 +118,11 @@ def attend_blocks(
                     attend(index + 1, *scratch[(index + 1) % 2], max(1, programs - launch.spared))
             i_head, i_slab = divmod(index, num_slabs)
             with turns.combining(index):
-                combine_kernel[(min(slab, num_tokens - i_slab * slab), heads)](
+                combine_kernel[(min(slab, num_tokens - i_slab * slab), heads, -(-group // rows))](
                     *scratch[index % 2],
                     lists.row_TKB,
                     out_THD,
+                    out_THD if lse_TH is None else lse_TH,
                     strides[1],
                     num_kv_heads * topk,
                     topk,
@@ -123,13 +130,14 @@ def attend_blocks(
                     i_head * heads,
                     K=num_kv_heads,
                     G=group,
-                    G_PAD=padded(group),
+                    ROWS=rows,
                     D=head_dim,
                     D_PAD=padded(head_dim),
                     PARTS=topk,
                     PARTS_PAD=padded(topk),
                     LISTED=True,
-                    num_warps=8,
+                    LSE=lse_TH is not None,
+                    num_warps=COMBINE_WARPS,
                 )
 
 
@@ -345,52 +353,3 @@ def _block_kernel(
             p_part = part_ptr + o_row[:, None] * D + o_d[None, :]
             tl.store(p_part, b_o, mask=m_row[:, None] & (o_d < D)[None, :])
             tl.store(lse_ptr + o_row, b_lse, mask=m_row)
-
-
-@triton.jit(do_not_specialize=("first_token", "first_head"))
-def combine_kernel(
-    part_ptr,
-    lse_ptr,
-    row_ptr,
-    out_ptr,
-    stride_ot,
-    stride_rt,
-    stride_rk,
-    first_token,
-    first_head,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    G_PAD: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    PARTS: tl.constexpr,
-    PARTS_PAD: tl.constexpr,
-    LISTED: tl.constexpr,
-):
-    """Add the parts of one token and KV head: rows named at `row_ptr` if LISTED, else in order."""
-    i_t, i_k = (tl.program_id(0) + first_token).to(tl.int64), tl.program_id(1) + first_head
-    o_p, o_g, o_d = tl.arange(0, PARTS_PAD), tl.arange(0, G_PAD), tl.arange(0, D_PAD)
-    if LISTED:
-        p_row = row_ptr + i_t * stride_rt + i_k * stride_rk
-        b_row = tl.load(p_row + o_p, mask=o_p < PARTS, other=-1).to(tl.int64)
-    else:
-        b_row = tl.where(o_p < PARTS, (i_t * K + i_k) * PARTS + o_p, -1)
-    # [G, P]
-    o_gp = b_row[None, :] * G + o_g[:, None]
-    m_gp = (b_row >= 0)[None, :] & (o_g < G)[:, None]
-    # [G, P, D]: all loads are on their way before the first is needed.
-    b_part = tl.load(
-        part_ptr + o_gp[:, :, None] * D + o_d[None, None, :],
-        mask=m_gp[:, :, None] & (o_d < D)[None, None, :],
-        other=0.0,
-        eviction_policy="evict_first",
-    )
-    b_lse = tl.load(lse_ptr + o_gp, mask=m_gp, other=MIN_MAX)
-    b_w = tl.exp2(b_lse - tl.max(b_lse, 1)[:, None])
-    b_w = tl.where(b_lse > MIN_MAX, b_w, 0.0)
-    b_sum = tl.sum(b_w, 1)
-    b_w = b_w / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
-    # [G, D]
-    b_o = tl.sum(b_part.to(tl.float32) * b_w[:, :, None], 1)
-    p_o = out_ptr + i_t * stride_ot + (i_k * G + o_g)[:, None] * D + o_d[None, :]
-    tl.store(p_o, b_o.to(out_ptr.dtype.element_ty), mask=(o_g < G)[:, None] & (o_d < D)[None, :])

@@ -18,10 +18,10 @@ from inference.kernels.msa_attention.block_kernel import (
     BlockMajor,
     attend_blocks,
     checked_strides,
-    combine_kernel,
     padded,
     product_type,
 )
+from inference.kernels.msa_attention.combine_kernel import combine_kernel, natural_lse
 from inference.kernels.msa_attention.invert_kernel import request_of
 from inference.kernels.paging import LayerPages, PagedBatch
 
@@ -49,20 +49,25 @@ def msa_attention_prefill(
     scale: float,
     out_THD: Tensor,
     launch: QueryMajor | BlockMajor | None = None,
+    lse_TH: Tensor | None = None,
 ) -> None:
     """Write rows [`batch.num_decode_tokens`, T) of `out_THD`.
+
+    With `lse_TH` ([T, H] FP32, contiguous) also those of it: the natural logarithm of the sum of
+    the exponentials of the scaled logits, -inf where nothing is visible.
 
     Blocks that a request does not have, and blocks without a page, are read as having no keys.
     Not for CUDA graphs: the launch depends on `batch.host_lengths()`.
     """
     first = batch.num_decode_tokens
     q_THD, blocks_TKB, out_THD = q_THD[first:], blocks_TKB[first:], out_THD[first:]
+    lse_TH = None if lse_TH is None else lse_TH[first:]
     if q_THD.shape[0] == 0:
         return
     if launch is None:
         launch = choose_launch(q_THD, pages, blocks_TKB, batch)
     run = _attend_queries if isinstance(launch, QueryMajor) else attend_blocks
-    run(q_THD, pages, blocks_TKB, batch, scale * LOG2_E, out_THD, launch)
+    run(q_THD, pages, blocks_TKB, batch, scale * LOG2_E, out_THD, launch, lse_TH)
 
 
 def choose_launch(
@@ -98,6 +103,7 @@ def _attend_queries(
     scale: float,
     out_THD: Tensor,
     launch: QueryMajor,
+    lse_TH: Tensor | None = None,
 ) -> None:
     num_tokens, num_kv_heads, topk = blocks_TKB.shape
     page_size, head_dim = pages.k_pages.shape[2:]
@@ -120,6 +126,7 @@ def _attend_queries(
         batch.page_table_RN,
         part,
         lse,
+        out_THD if lse_TH is None else lse_TH,
         scale,
         stride_qt,
         stride_ot,
@@ -142,6 +149,7 @@ def _attend_queries(
         PAGE=page_size,
         TILE=min(launch.tile, padded(page_size, 16)),
         SPLIT=split,
+        LSE=lse_TH is not None,
         TYPE=product_type(q_THD),
         num_warps=4,
         num_stages=launch.num_stages,
@@ -152,6 +160,7 @@ def _attend_queries(
             lse,
             part,
             out_THD,
+            out_THD if lse_TH is None else lse_TH,
             stride_ot,
             0,
             0,
@@ -159,12 +168,13 @@ def _attend_queries(
             0,
             K=num_kv_heads,
             G=group,
-            G_PAD=padded(group),
+            ROWS=padded(group),
             D=head_dim,
             D_PAD=padded(head_dim),
             PARTS=split,
             PARTS_PAD=padded(split),
             LISTED=False,
+            LSE=lse_TH is not None,
             num_warps=4,
         )
 
@@ -182,6 +192,7 @@ def _query_kernel(
     table_ptr,
     out_ptr,
     lse_ptr,
+    out_lse_ptr,
     scale,
     stride_qt,
     stride_ot,
@@ -204,6 +215,7 @@ def _query_kernel(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    LSE: tl.constexpr,
     TYPE: tl.constexpr,
 ):
     """One token, one KV head, and `1 / SPLIT` of its tiles of keys."""
@@ -245,6 +257,9 @@ def _query_kernel(
     if SPLIT == 1:
         p_o = out_ptr + i_t.to(tl.int64) * stride_ot + o_gd
         tl.store(p_o, b_o.to(out_ptr.dtype.element_ty), mask=m_gd)
+        if LSE:
+            p_lse = out_lse_ptr + (i_t.to(tl.int64) * K + i_k) * G + o_g
+            tl.store(p_lse, natural_lse(b_m, tl.sum(b_l, 1)), mask=o_g < G)
     else:
         # [G]
         o_row = ((i_t.to(tl.int64) * K + i_k) * SPLIT + i_x) * G + o_g

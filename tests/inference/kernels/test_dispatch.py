@@ -13,12 +13,17 @@ from inference.kernels import mxfp8
 from inference.kernels.add_rows import add_rows
 from inference.kernels.changed_values import ChangedTable
 from inference.kernels.decode_plan import DecodePlan, plan_units
+from inference.kernels.dense_varlen import dense_varlen
 from inference.kernels.dispatch import use_kernel
 from inference.kernels.expert_gemm import expert_gemm
+from inference.kernels.experts_mlp import experts_mlp
 from inference.kernels.index_select import index_select
+from inference.kernels.index_select_varlen import index_select_varlen
 from inference.kernels.linear import linear
 from inference.kernels.local_ids import local_ids
 from inference.kernels.msa_attention import msa_attention
+from inference.kernels.msa_varlen import msa_varlen
+from inference.kernels.packing import Packing
 from inference.kernels.paged_attention import paged_attention
 from inference.kernels.paging import LayerPages, PagedBatch
 from inference.kernels.qk_norm_rope_write import QKNorms, qk_norm_rope_write
@@ -116,7 +121,35 @@ def call_changed_values(device: Device) -> object:
     return ChangedTable([pair]).count(0, 1, torch.zeros(1, dtype=torch.int32, device=device))
 
 
+def call_varlen(op: str, device: Device) -> None:
+    packing = Packing.of([1], torch.device(device))
+    x_THD = torch.zeros(1, 1, 16, device=device, dtype=torch.bfloat16)
+    blocks_TKB = torch.zeros(1, 1, 1, device=device, dtype=torch.int32)
+    if op == "dense_varlen":
+        dense_varlen(x_THD, x_THD, x_THD, packing, scale=1.0)
+    elif op == "msa_varlen":
+        msa_varlen(x_THD, x_THD, x_THD, blocks_TKB, packing, scale=1.0, block_size=16)
+    else:
+        index_select_varlen(
+            x_THD, x_THD[:, 0], packing, block_size=16, topk_blocks=1, local_blocks=1
+        )
+
+
+def call_experts_mlp(device: Device) -> None:
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+
+    ids_TA = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    weights_TA = torch.zeros(1, 1, device=device)
+    gate_up, down = zeros(1, 16, 8), zeros(1, 8, 8)
+    experts_mlp(zeros(1, 8), ids_TA, weights_TA, gate_up, down, alpha=1.0, limit=1.0)
+
+
 CALLS: dict[str, Callable[[Device], object]] = {
+    "experts_mlp": call_experts_mlp,
+    "dense_varlen": lambda device: call_varlen("dense_varlen", device),
+    "index_select_varlen": lambda device: call_varlen("index_select_varlen", device),
+    "msa_varlen": lambda device: call_varlen("msa_varlen", device),
     "add_rows": call_add_rows,
     "changed_values": call_changed_values,
     "expert_gemm": call_expert_gemm,

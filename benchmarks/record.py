@@ -73,6 +73,9 @@ def write_record(
 ) -> dict[str, Any]:
     """Complete, check and append one record; returns it.
 
+    Args:
+        results: a folder, where each bench has a file of its own, or one .jsonl file for all.
+
     `x_floor`, `ratio`, `gpu`, `num_gpus`, `versions`, `commit`, `date` are worked out unless given.
 
     Raises:
@@ -89,9 +92,10 @@ def write_record(
     record.setdefault("commit", commit())
     record.setdefault("date", datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
     check_record(record)
-    results.mkdir(parents=True, exist_ok=True)
+    path = results if results.suffix == ".jsonl" else results / f"{bench}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
     ordered = {key: record[key] for key in FIELDS if key in record}
-    with (results / f"{bench}.jsonl").open("a", encoding="utf-8") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(ordered, allow_nan=False) + "\n")
     return ordered
 

@@ -18,10 +18,12 @@ NUM_THREADS = 4
 class RemoteProcess:
     """Calls on it run in the process, four at a time; a call it dies in ends with RuntimeError."""
 
+    start_method = "spawn"
+
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         """`make(*args)` builds the object there; its `begin_thread`, if it has one, is called on
         every thread that calls will run on."""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(self.start_method)
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make, args), daemon=True)
         self._process.start()

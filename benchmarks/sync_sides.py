@@ -106,6 +106,22 @@ class Side:
 
         return self.timed(run, reps)
 
+    def peer_copy(self, source: str, num_bytes: int, reps: int) -> list[float]:
+        """Microseconds of as many bytes from another GPU, by this process, which has both."""
+        size = min(MESSAGE_BYTES, num_bytes)
+        origin = torch.empty(size, dtype=torch.uint8, device=source)
+        out, times = torch.empty_like(origin, device=self.device), []
+        for rep in range(reps + 1):
+            self.synchronize()
+            begin = time.perf_counter()
+            for first in range(0, num_bytes, size):
+                count = min(size, num_bytes - first)
+                out[:count].copy_(origin[:count], non_blocking=True)
+            self.synchronize()
+            if rep:
+                times.append((time.perf_counter() - begin) * 1e6)
+        return times
+
     def extra_bytes(self) -> int:
         """Peak of device memory since `mark_memory`, above what was held then; restarts nothing."""
         if self.device.type != "cuda":
@@ -226,6 +242,11 @@ class TrainerSide(Side):
     def broadcast_one(self, number: int) -> None:
         dist.broadcast(self.weights[self.specs[number].name], 0)
         self.synchronize()
+
+    def broadcast_all(self) -> None:
+        """One tensor after the other."""
+        for number in range(self.num_tensors()):
+            self.broadcast_one(number)
 
 
 class ReplicaSide(Side):

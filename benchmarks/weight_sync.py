@@ -1,16 +1,18 @@
-"""python -m benchmarks.weight_sync [--cpu] [--trainer-ranks N] [--only PART ...]
+"""python -m benchmarks.weight_sync [--cpu] [--backend nccl ipc] [--only PART ...] [--ray]
 
 Trainer ranks (one, unless told) and a replica, each a process on a GPU of its own; 20 GB in M3's
 shapes: embeddings, head, a dense layer and one with 128 experts.
 
 - whole syncs, plain and quantised to MXFP8 on receive, with and without verification, beside the
-  raw copy of the same bytes in a few large messages; with each, the driver's phases, and when both
-  ends posted their first and last round and their devices were done;
+  raw NCCL copy of the same bytes in a few large messages (for ipc also one process's copy between
+  the two GPUs); with each, the driver's phases, and when both ends posted their first and last
+  round and their devices were done;
 - baselines, for one trainer rank: packed broadcast with unpack and load, in turn and overlapped;
-  one call a tensor;
+  one call a tensor, over pipes and with --ray through Ray;
 - receive: the receiving side alone, tensors on the GPU into the runtime's storage;
 - wire: where the replica holds MXFP8, syncs that the trainer quantises;
-- delta: bytes of what changes at an optimizer's steps (`weight_delta.py`).
+- delta: bytes of what changes at an optimizer's steps (`weight_delta.py`);
+- generation: what the requests of a replica feel of syncs (`sync_generation.py`).
 
 With --cpu a small model over gloo.
 """
@@ -18,11 +20,11 @@ With --cpu a small model over gloo.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import socket
 import statistics
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,12 @@ from benchmarks.kernels.harness import Bench, Timing
 from benchmarks.record import RESULTS
 from benchmarks.remote import RemoteProcess
 from benchmarks.slices import slice_config
+from benchmarks.sync_handles import Trainers, Worker
 from benchmarks.sync_sides import ReplicaSide, TrainerSide
 from m3rl.weight_sync.sync import SyncReport, WeightSync
 
-PARTS = ("baselines", "receive", "wire", "delta")
-"""Beside the syncs; delta alone does without them."""
+PARTS = ("baselines", "receive", "wire", "delta", "generation")
+"""Beside the syncs; the last two alone do without them."""
 PHASES_SHOWN = ("prepare", "stream", "verify", "commit")
 CLOCKS_SHOWN = (
     "sender_first_post",
@@ -80,30 +83,6 @@ def timing(times: Sequence[float]) -> Timing:
     return Timing(statistics.median(times), cuts[0], cuts[-1])
 
 
-class Trainers:
-    """`SenderGroup` over processes."""
-
-    def __init__(self, ranks: Sequence[RemoteProcess]) -> None:
-        self.ranks = list(ranks)
-        self.num_ranks = len(ranks)
-
-    def call(self, rank: int, method: str, *args: Any) -> Future[Any]:
-        return self.ranks[rank].call(method, *args)
-
-
-class Worker:
-    """`RemoteReceiver` over a process."""
-
-    def __init__(self, replica: RemoteProcess) -> None:
-        self.replica = replica
-
-    def attach(self, receiver: Any) -> None:
-        self.replica.attach(receiver)
-
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        return self.replica.call("receive", method, *args)
-
-
 @dataclass(slots=True)
 class Timed:
     """Whole syncs as the driver sees them."""
@@ -135,12 +114,17 @@ class Pair:
         timeout_s: float = 60.0,
         raw: dict[str, Any] | None = None,
         trainer: type[TrainerSide] = TrainerSide,
+        replica: Callable[..., Any] | None = None,
+        process: Callable[..., Any] = RemoteProcess,
     ) -> None:
         """
         Args:
             devices: of each trainer rank, and of the replica.
+            backend: of the syncs; baselines and raw copies use NCCL, or gloo where it cannot be.
             raw: configuration of the model; None: `bench_config`.
             trainer: what a rank is.
+            replica: makes the replica; None: `ReplicaSide`.
+            process: makes the process of a side.
         """
         self.bench, self.backend = bench, backend
         self.reps, self.timeout_s = reps, timeout_s
@@ -149,16 +133,18 @@ class Pair:
         held = "as sent" if quantization == "none" else quantization
         self.label = f"{backend}, {self.num_ranks} to 1, held {held}"
         raw = bench_config(is_small=is_small) if raw is None else raw
-        self.raw = raw
+        self.raw, self.devices = raw, devices
         self.ranks = [
-            RemoteProcess(trainer, raw, devices[rank], rank, self.num_ranks)
+            process(trainer, raw, devices[rank], rank, self.num_ranks)
             for rank in range(self.num_ranks)
         ]
-        self.replica = RemoteProcess(ReplicaSide, raw, devices[-1], quantization)
+        self.replica = process(replica or ReplicaSide, raw, devices[-1], quantization)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
+        is_nccl = backend != "gloo" and len(set(devices)) == len(devices)
+        group = "nccl" if is_nccl else "gloo"
         joining = [
-            side.call("join", backend, rank, len(devices), port)
+            side.call("join", group, rank, len(devices), port)
             for rank, side in enumerate(self.sides)
         ]
         for call in joining:
@@ -179,11 +165,10 @@ class Pair:
             side.end()
 
     def driver(self, *, verify: bool, chunk_bytes: int, **options: Any) -> WeightSync:
+        options = {"pause": lambda replica: None, "resume": lambda replica: None} | options
         sync = WeightSync(
             Trainers(self.ranks),
             {0: Worker(self.replica)},
-            pause=lambda replica: None,
-            resume=lambda replica: None,
             host="127.0.0.1",
             timeout_s=self.timeout_s,
             min_replicas=1,
@@ -242,6 +227,9 @@ class Pair:
             "copies": len(plan.ops),
             "busiest_share": max(sent) * len(sent) / sum(sent),
         }
+        if self.backend == "ipc":
+            asked = self.replica.call("peer_copy", self.devices[0], self.num_bytes, self.reps)
+            values["peer_copy_us"] = statistics.median(asked.result(CALL_S))
         exposed = {
             "exposed_share": 1 - unverified.us.us / verified.us.us,
             "extra_gb_sender": extra[0] / 1e9,
@@ -297,6 +285,10 @@ class Pair:
             form = "overlapped" if overlapped else "in turn"
             times = self.on_all("packed_broadcast", self.reps, overlapped)
             self.compare(f"packed broadcast {form}", timing(max(times, key=sum)), ours, floor)
+        self.one_call_a_tensor("over pipes", ours, floor)
+
+    def one_call_a_tensor(self, way: str, ours: Timing, floor: float) -> None:
+        """Record the simplest baseline, whose calls go that way to both sides."""
         times = []
         for _ in range(3):
             self.replica.call("begin").result(CALL_S)
@@ -305,7 +297,7 @@ class Pair:
                 self.on_all("broadcast_one", number)
             times.append((time.perf_counter() - begin) * 1e6)
             self.replica.call("commit").result(CALL_S)
-        self.compare("one call a tensor", timing(times), ours, floor)
+        self.compare(f"one call a tensor {way}", timing(times), ours, floor)
 
     @property
     def num_tensors(self) -> int:
@@ -340,34 +332,54 @@ class Pair:
 def measure(bench: Bench, args: argparse.Namespace) -> None:
     count = args.trainer_ranks + 1
     devices = ["cpu"] * count if args.cpu else [f"cuda:{i}" for i in range(count)]
-    backend, reps = ("gloo", 5) if args.cpu else ("nccl", 20)
-    for quantization in args.quantization:
-        if set(args.only) != {"delta"}:
-            pair = Pair(bench, quantization, devices, backend, reps=reps, is_small=args.cpu)
-            try:
-                measure_pair(pair, args.only, args.chunk_mib << 20)
-            finally:
-                pair.end()
-        if "delta" in args.only:
-            from benchmarks import weight_delta  # it is built on this module
+    chunk_bytes = args.chunk_mib << 20
+    for backend in args.backend or (["gloo"] if args.cpu else ["nccl"]):
+        for quantization in args.quantization:
+            case = quantization, devices, backend
+            if set(args.only) - {"delta", "generation"}:
+                measure_pair(bench, args, *case)
+            if "delta" in args.only:
+                from benchmarks import weight_delta  # it is built on this module
 
-            weight_delta.measure(bench, quantization, devices, backend)
+                weight_delta.measure(bench, *case)
+            if "generation" in args.only:
+                from benchmarks import sync_generation  # likewise
+
+                sync_generation.measure(bench, *case, chunk_bytes, is_small=args.cpu)
 
 
-def measure_pair(pair: Pair, parts: Sequence[str], chunk_bytes: int) -> None:
-    ours, floor = pair.syncs(chunk_bytes)
+def measure_pair(
+    bench: Bench,
+    args: argparse.Namespace,
+    quantization: str,
+    devices: Sequence[str],
+    backend: str,
+) -> None:
+    chunk_bytes, reps = args.chunk_mib << 20, 5 if args.cpu else 20
+    pair = Pair(bench, quantization, devices, backend, reps=reps, is_small=args.cpu)
     # Baselines want whole tensors on one rank.
-    if "baselines" in parts and pair.num_ranks == 1:
-        pair.baselines(ours, floor)
-    if "receive" in parts:
-        pair.receive_alone()
-    if "wire" in parts and pair.quantization != "none":
-        pair.quantized_by_sender(chunk_bytes)
+    has_baselines = "baselines" in args.only and pair.num_ranks == 1
+    try:
+        ours, floor = pair.syncs(chunk_bytes)
+        if has_baselines:
+            pair.baselines(ours, floor)
+        if "receive" in args.only:
+            pair.receive_alone()
+        if "wire" in args.only and pair.quantization != "none":
+            pair.quantized_by_sender(chunk_bytes)
+    finally:
+        pair.end()
+    if has_baselines and args.ray:
+        from benchmarks import sync_ray  # only here: it needs Ray
+
+        sync_ray.measure(bench, quantization, devices, backend, ours, floor, is_small=args.cpu)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
     parser.add_argument("--cpu", action="store_true", help="a small model over gloo")
+    parser.add_argument("--backend", nargs="+", choices=("nccl", "ipc"))
+    parser.add_argument("--ray", action="store_true", help="one call a tensor through Ray, too")
     parser.add_argument("--trainer-ranks", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quantization", nargs="+", default=["none", "mxfp8"])
@@ -375,6 +387,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if args.cpu and args.backend:
+        parser.error("--cpu goes over gloo; --backend is for GPUs")
+    if args.ray and importlib.util.find_spec("ray") is None:
+        parser.error("--ray measures calls through Ray, which is not installed")
     bench = Bench(args.seconds, args.results)
     measure(bench, args)
     print(bench.summary(), flush=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from m3rl.config_file import Bool, Float, Int, Section
+from m3rl.config_file import Bool, Float, Int, Seconds, Section, at_most
 
 
 class ProbeConfig(Section):
@@ -14,22 +14,30 @@ class ProbeConfig(Section):
     """Probe the replicas at every so many policy versions (1: at all of them), before they serve:
     trainer and runtime compute the log-probabilities of the same prompts; 0: never. The hash shows
     that both hold the same bits, the probe that they compute the same function with them."""
-    prompts: Int = Field(default=2, ge=1)
+    prompts: Annotated[Int, at_most(1024, "a replica serves nobody while it probes")] = Field(
+        default=2, ge=1
+    )
     """Prompts of a probe, made of the first ones in data.train. Every other one is longer than what
     block selection keeps, where a replica can hold that."""
-    max_error: Annotated[Float, Field(gt=0)] | None = None
+    max_error: (
+        Annotated[Float, Field(gt=0), at_most(10, "models that differ so much are not the same")]
+        | None
+    ) = None
     """Largest mean |difference| of the log-probabilities on any prompt; null: 1e-3 for policy.dtype
     float32, 0.15 for bfloat16, 0.3 with weights or pages of the runtime in FP8."""
 
 
 class WeightSyncConfig(Section):
-    transport: Literal["auto", "nccl", "gloo"] = "auto"
-    """What carries the weights: nccl between GPUs, gloo through the memory of hosts; auto: nccl
-    when every trainer rank and every replica has a GPU of its own, else gloo."""
+    transport: Literal["auto", "ipc", "nccl", "gloo"] = "auto"
+    """What carries the weights: ipc by copy engines between GPUs of one host, also within one GPU;
+    nccl between GPUs, one for each rank; gloo through the memory of hosts; auto: the first of them
+    that connects all trainer ranks and replicas."""
     pause: Literal["keep", "drain", "recompute"] = "keep"
     """What a replica does with running requests when it changes weights: keep their pages, which
     the old ones computed, and go on; drain, finish them first; or recompute their pages."""
-    chunk_mib: Int = Field(default=256, ge=1)
+    chunk_mib: Annotated[Int, at_most(8192, "it is staged twice, beside the weights")] = Field(
+        default=256, ge=1
+    )
     """MiB that a trainer rank or a worker stages at a time, twice, of weights that cannot travel
     straight from or to their places."""
     wire: Literal["bf16", "mxfp8"] = "bf16"
@@ -41,7 +49,7 @@ class WeightSyncConfig(Section):
     quarter of the bytes would travel. For slow links: some 3 % of the bytes at lr 1e-6."""
     delta_full_every: Int = Field(default=20, ge=2)
     """With delta, of so many syncs one sends all."""
-    timeout_s: Float = Field(default=60.0, gt=0)
+    timeout_s: Seconds = 60.0
     """Longest wait in any phase of a sync; then the slow side is named and poisoned."""
     verify: Bool = True
     """Compare the hashes of trainer and replica before the new version serves."""

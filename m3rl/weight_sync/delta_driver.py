@@ -12,7 +12,7 @@ from m3rl.types import SenderGroup
 from m3rl.weight_sync.delta import Changes
 from m3rl.weight_sync.errors import SyncError
 from m3rl.weight_sync.plan import Plan
-from m3rl.weight_sync.transport import in_background
+from m3rl.weight_sync.transport import Deadline, in_background
 
 if TYPE_CHECKING:
     from m3rl.weight_sync.replica import Replica
@@ -27,7 +27,7 @@ class Offer:
     base: int
     """Serial of the sync whose weights the trainer ranks compare with."""
     changes: Future[Changes | None]
-    """None: it does not pay."""
+    """None: it does not pay. An error: it could not be found out; nothing has moved then."""
 
 
 @dataclass(slots=True)
@@ -97,8 +97,10 @@ class Deltas:
     def _comparing(
         self, replica: int, plan: Plan, base: int, serial: int
     ) -> Callable[[], Changes | None]:
+        deadline = Deadline(self._timeout_s)  # of both steps: nobody waits for what comes later
+
         def compare() -> Changes | None:
-            counts = self._on_all("sync_compare", replica, base)
+            counts = self._on_all(deadline, "sync_compare", replica, base)
             changes = Changes(plan, base, counts, self._chunk_bytes)
             if not changes.pays:
                 logger.info(
@@ -107,21 +109,29 @@ class Deltas:
                     plan.nbytes,
                 )
                 return None
-            self._on_all("sync_pack", replica, serial)
+            self._on_all(deadline, "sync_pack", replica, serial)
             return changes
 
         return compare
 
-    def _on_all(self, method: str, *args: Any) -> list[Any]:
-        """What all trainer ranks answer. SyncError when one does not."""
+    def _on_all(self, deadline: Deadline, method: str, *args: Any) -> list[Any]:
+        """What all trainer ranks answer. SyncError when one does not, or with another error."""
         ranks = range(self._senders.num_ranks)
+        if deadline.is_over:
+            raise SyncError(f"{method}: {self._timeout_s:g} s are over before it begins")
         asked = [self._senders.call(rank, method, *args) for rank in ranks]
-        _, late = wait(asked, self._timeout_s, return_when=FIRST_EXCEPTION)
-        failed = [one for one in asked if one.done() and one.exception() is not None]
-        if late and not failed:
+        _, late = wait(asked, deadline.left_s, return_when=FIRST_EXCEPTION)
+        told = [
+            f"trainer rank {rank}: {type(error).__name__}: {error}"
+            for rank in ranks
+            if asked[rank].done() and (error := asked[rank].exception()) is not None
+        ]
+        if told:
+            raise SyncError(f"{method}: {'; '.join(told)}")
+        if late:
             names = ", ".join(f"trainer rank {rank}" for rank in ranks if asked[rank] in late)
             raise SyncError(f"{method}: no answer from {names} within {self._timeout_s:g} s")
-        return [one.result() for one in (failed or asked)]
+        return [one.result() for one in asked]
 
 
 def _by_plan(replicas: Sequence[Replica]) -> list[tuple[Plan, list[Replica]]]:

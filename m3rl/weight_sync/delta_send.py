@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ from m3rl.weight_sync.rounds import Range, Slots, rectangle_of
 from m3rl.weight_sync.send_rounds import Weights
 from m3rl.weight_sync.transport import Deadline, Posted, Transfer, Transport
 from m3rl.weight_sync.wire import Quantizer
+
+logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 256 << 20
 """Read or quantised at a time."""
@@ -44,7 +47,7 @@ class Snapshot:
     """What the receivers of a share hold, and the difference of the present weights to it.
 
     A rectangle that several workers hold is kept and compared once. One thread at a time, but for
-    `send`.
+    `send`. Where the memory for it is not to be had it is of no sync, and `compare` says why.
     """
 
     def __init__(self, ops: Sequence[CopyOp], weights: Weights) -> None:
@@ -57,36 +60,33 @@ class Snapshot:
         self._ops = ops
         self._weights = weights
         self._lane = Lane(weights.device)
-        keys = [(op.name, op.bounds, op.storage, op.grain) for op in ops]
-        distinct = dict(zip(keys, ops, strict=True))
-        # As they are stored.
-        self._parts = [dataclasses.replace(op, wire=op.storage) for op in distinct.values()]
-        numbers = {key: i for i, key in enumerate(distinct)}
-        self._part_of = [numbers[key] for key in keys]
-        views = [_view(op, weights) for op in self._parts]
-        self._staged = {i for i, view in enumerate(views) if view is None}
-        self._batches = list(_batches(self._parts, self._staged))
-        batches = [range(*batch) for batch in self._batches]
-        self._slots = Slots(self._parts, batches, self._staged, weights.device)
-        self._quantizer = Quantizer(self._parts, batches, self._slots, weights)
-        self._lay_out_tables(views)
+        self._held: _Held | None = None
+        self._fault = ""
+        """Why nothing is held."""
         self._counts: dict[int, Tensor] = {}
         self._packed: dict[int, Packed] = {}
 
     def take(self, serial: int) -> None:
         """Remember the present weights, as those of this sync; waits for the device.
 
-        Nothing is done for a sync that it is of already.
+        Nothing is done for a sync that it is of already. A sync does not fail where this does: the
+        next one is full then.
         """
         if self.serial == serial:
             return
-        self.serial = None
-        with torch.no_grad(), self._lane.entered():
-            for number, (first, last) in enumerate(self._batches):
-                self._load(number)
-                self._copies.launch(self._first_plane[first], self._first_plane[last])
-            self._lane.drain(math.inf)
-        self.serial = serial
+        self.serial, self._counts, self._packed = None, {}, {}
+        try:
+            self._copy()
+        except (RuntimeError, MemoryError) as error:  # out of memory
+            self._held = None
+            self._fault = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+            logger.warning(
+                "%s cannot remember what it sends, the next sync is full: %s",
+                self._weights.owner,
+                self._fault,
+            )
+            return
+        self.serial, self._fault = serial, ""
 
     def compare(self, base: int) -> np.ndarray:
         """How many elements of each op of the share changed, and how many of its scales, [ops, 2]
@@ -96,62 +96,67 @@ class Snapshot:
             RefusedError: this is not what the receivers hold since sync `base`.
             NonFiniteError: NaN or infinity among what is held in MXFP8.
         """
-        if self.serial != base:
+        held = self._held
+        if held is None or self.serial != base:
             raise RefusedError(
                 f"{self._weights.owner} knows the weights of sync {self.serial}, not those of sync "
-                f"{base} that the replica holds; it needs a full sync"
+                f"{base} that the replica holds{f' ({self._fault})' if self._fault else ''}; it "
+                "needs a full sync"
             )
-        self._packed = {}
+        self._counts, self._packed = {}, {}
         with torch.no_grad(), self._lane.entered():
-            self._quantizer.reset()
-            self._counts = {
+            held.quantizer.reset()
+            found = {
                 item: torch.empty(
                     table.first_tiles[-1], dtype=torch.int32, device=self._weights.device
                 )
-                for item, table in self._tables.items()
+                for item, table in held.tables.items()
             }
-            for number in range(len(self._batches)):
-                self._load(number)
-                for item, table in self._tables.items():
-                    table.count(*self._range(item, number), self._counts[item])
-            self._quantizer.check()
-            tiles = {item: counts.cpu().numpy() for item, counts in self._counts.items()}
-        changed = np.zeros((len(self._parts), 2), np.int64)
-        for item, each in tiles.items():
-            ends = np.concatenate([[0], each.cumsum(dtype=np.int64)])[
-                self._tables[item].first_tiles
-            ]
-            changed[tuple(np.array(self._planes[item]).T)] = np.diff(ends)
-        return changed[self._part_of]
+            for number in range(len(held.batches)):
+                held.load(number)
+                for item, table in held.tables.items():
+                    table.count(*held.planes_of(item, number), found[item])
+            held.quantizer.check()
+            tiles = {item: counts.cpu().numpy() for item, counts in found.items()}
+        self._counts = found
+        return held.changed(tiles)
 
     def pack(self, serial: int) -> None:
-        """After `compare`: pack what changed, and be the snapshot of this sync; waits."""
-        assert self._counts, "compare() comes first"
-        self.serial = None
+        """After `compare`: pack what changed, and be the snapshot of this sync; waits.
+
+        Raises:
+            RefusedError: the present weights were remembered since.
+        """
+        held, found = self._held, self._counts
+        if held is None or not found:
+            raise RefusedError(f"{self._weights.owner}: compare() comes before pack({serial})")
+        self.serial, self._counts = None, {}
+        packed = {}
         with torch.no_grad(), self._lane.entered():
             starts = {}
-            for item, counts in self._counts.items():
+            for item, counts in found.items():
                 starts[item] = torch.zeros(
                     counts.numel() + 1, dtype=torch.int64, device=counts.device
                 )
                 torch.cumsum(counts, 0, out=starts[item][1:])
                 ends = starts[item].cpu().numpy()
-                self._packed[item] = Packed(
+                packed[item] = Packed(
                     counts,
                     ends,
                     torch.empty(int(ends[-1]), dtype=PLACE_DTYPE, device=counts.device),
                     torch.empty(int(ends[-1]), dtype=BITS[item], device=counts.device),
                 )
-            for number in range(len(self._batches)):
-                self._load(number)
-                for item, table in self._tables.items():
-                    packed = self._packed[item]
+            for number in range(len(held.batches)):
+                held.load(number)
+                for item, table in held.tables.items():
                     table.take(
-                        *self._range(item, number), starts[item], packed.places, packed.values
+                        *held.planes_of(item, number),
+                        starts[item],
+                        packed[item].places,
+                        packed[item].values,
                     )
             self._lane.drain(math.inf)
-        self._counts = {}
-        self.serial = serial
+        self.serial, self._packed = serial, packed
 
     def send(
         self,
@@ -197,53 +202,21 @@ class Snapshot:
         if self.serial == serial:
             self._packed = {}
 
-    def _lay_out_tables(self, views: Sequence[Tensor | None]) -> None:
-        """Lay out, by element size, what is compared: (now, before) of all planes."""
-        pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self._planes: dict[int, list[tuple[int, int]]] = {}
-        """(part, 0 or 1 for its scales) of each table's parts."""
-        everything: list[tuple[Tensor, Tensor]] = []
-        self._first_plane: list[int] = []
-        """Of each part in the table of copies, and one behind the last."""
-        for i, op in enumerate(self._parts):
-            view = views[i]
-            now = self._slots.rectangle(i) if view is None else view
-            memory = torch.empty(op.nbytes, dtype=torch.uint8, device=self._weights.device)
-            held = tensors_of(rectangle_of(memory, op))
-            self._first_plane.append(len(everything))
-            for plane, pair in enumerate(zip(tensors_of(now), held, strict=True)):
-                item = planes(op)[plane][0]
-                pairs.setdefault(item, []).append(pair)
-                self._planes.setdefault(item, []).append((i, plane))
-                everything.append(pair)
-        self._first_plane.append(len(everything))
-        self._tables = {item: ChangedTable(each) for item, each in pairs.items()}
-        self._copies = CopyTable(everything)
-        self._first_of: dict[int, np.ndarray] = {
-            item: np.searchsorted([part for part, _ in each], range(len(self._parts) + 1))
-            for item, each in self._planes.items()
-        }
-        """Of each part its first plane in the table of an element size."""
-
-    def _range(self, item: int, number: int) -> tuple[int, int]:
-        """Planes of a batch in the table of an element size."""
-        first, last = (int(self._first_of[item][i]) for i in self._batches[number])
-        return first, last
-
-    def _load(self, number: int) -> None:
-        """Bring the present weights of a batch to where they are compared."""
-        first, last = self._batches[number]
-        for i in range(first, last):
-            if i in self._staged and self._parts[i].wire == "plain":
-                self._slots.tensor(i).copy_(self._weights.of(self._parts[i]))
-        self._quantizer.fill(number)
+    def _copy(self) -> None:
+        with torch.no_grad(), self._lane.entered():
+            held = self._held = self._held or _Held(self._ops, self._weights)
+            for number, (first, last) in enumerate(held.batches):
+                held.load(number)
+                held.copies.launch(held.first_plane[first], held.first_plane[last])
+            self._lane.drain(math.inf)
 
     def _message(self, message: DeltaMessage) -> Tensor:
+        assert self._held is not None, "pack() comes first"
         wire = torch.empty(message.nbytes, dtype=torch.uint8, device=self._weights.device)
         for item, out in message.sections(wire).items():
             if item not in self._packed:
                 continue
-            packed, tiles = self._packed[item], list(self._tiles_of(item, message.ops))
+            packed, tiles = self._packed[item], list(self._held.tiles_of(item, message.ops))
             entries = [(int(packed.starts[a]), int(packed.starts[b])) for a, b in tiles]
             for source, ranges, target in (
                 (packed.counts, tiles, out[0]),
@@ -253,9 +226,50 @@ class Snapshot:
                 torch.cat([source[a:b] for a, b in ranges], out=target)
         return wire
 
-    def _tiles_of(self, item: int, ops: Sequence[int]) -> Iterator[tuple[int, int]]:
+
+class _Held:
+    """The memory of a snapshot, and where in it what of the share is compared."""
+
+    def __init__(self, ops: Sequence[CopyOp], weights: Weights) -> None:
+        self._weights = weights
+        keys = [(op.name, op.bounds, op.storage, op.grain) for op in ops]
+        distinct = dict(zip(keys, ops, strict=True))
+        # As they are stored.
+        self._parts = [dataclasses.replace(op, wire=op.storage) for op in distinct.values()]
+        numbers = {key: i for i, key in enumerate(distinct)}
+        self._part_of = [numbers[key] for key in keys]
+        views = [_view(op, weights) for op in self._parts]
+        self._staged = {i for i, view in enumerate(views) if view is None}
+        self.batches = list(_batches(self._parts, self._staged))
+        batches = [range(*batch) for batch in self.batches]
+        self._slots = Slots(self._parts, batches, self._staged, weights.device)
+        self.quantizer = Quantizer(self._parts, batches, self._slots, weights)
+        self._lay_out_tables(views)
+
+    def load(self, number: int) -> None:
+        """Bring the present weights of a batch to where they are compared."""
+        first, last = self.batches[number]
+        for i in range(first, last):
+            if i in self._staged and self._parts[i].wire == "plain":
+                self._slots.tensor(i).copy_(self._weights.of(self._parts[i]))
+        self.quantizer.fill(number)
+
+    def planes_of(self, item: int, number: int) -> tuple[int, int]:
+        """Planes of a batch in the table of an element size."""
+        first, last = (int(self._first_of[item][i]) for i in self.batches[number])
+        return first, last
+
+    def changed(self, tiles: Mapping[int, np.ndarray]) -> np.ndarray:
+        """Changes of each op of the share, [ops, 2] int64, from those of each tile by table."""
+        changed = np.zeros((len(self._parts), 2), np.int64)
+        for item, each in tiles.items():
+            ends = np.concatenate([[0], each.cumsum(dtype=np.int64)])[self.tables[item].first_tiles]
+            changed[tuple(np.array(self._planes[item]).T)] = np.diff(ends)
+        return changed[self._part_of]
+
+    def tiles_of(self, item: int, ops: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Tiles of ops in the table of an element size, neighbours as one range."""
-        first_of, first_tiles = self._first_of[item], self._tables[item].first_tiles
+        first_of, first_tiles = self._first_of[item], self.tables[item].first_tiles
         begin = end = 0
         for i in ops:
             part = self._part_of[i]
@@ -266,6 +280,34 @@ class Snapshot:
                 begin = first
             end = last
         yield begin, end
+
+    def _lay_out_tables(self, views: Sequence[Tensor | None]) -> None:
+        """Lay out, by element size, what is compared: (now, before) of all planes."""
+        pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._planes: dict[int, list[tuple[int, int]]] = {}
+        """(part, 0 or 1 for its scales) of each table's parts."""
+        everything: list[tuple[Tensor, Tensor]] = []
+        self.first_plane: list[int] = []
+        """Of each part in the table of copies, and one behind the last."""
+        for i, op in enumerate(self._parts):
+            view = views[i]
+            now = self._slots.rectangle(i) if view is None else view
+            memory = torch.empty(op.nbytes, dtype=torch.uint8, device=self._weights.device)
+            before = tensors_of(rectangle_of(memory, op))
+            self.first_plane.append(len(everything))
+            for plane, pair in enumerate(zip(tensors_of(now), before, strict=True)):
+                item = planes(op)[plane][0]
+                pairs.setdefault(item, []).append(pair)
+                self._planes.setdefault(item, []).append((i, plane))
+                everything.append(pair)
+        self.first_plane.append(len(everything))
+        self.tables = {item: ChangedTable(each) for item, each in pairs.items()}
+        self.copies = CopyTable(everything)
+        self._first_of: dict[int, np.ndarray] = {
+            item: np.searchsorted([part for part, _ in each], range(len(self._parts) + 1))
+            for item, each in self._planes.items()
+        }
+        """Of each part its first plane in the table of an element size."""
 
 
 def _view(op: CopyOp, weights: Weights) -> Tensor | None:

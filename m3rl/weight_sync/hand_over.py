@@ -5,7 +5,8 @@
                                   └─ any fault ─▶ what a broken stream leaves (receive.py)
 
 What is stored is sent, values and scales where a tensor is held in MXFP8: nothing is converted, and
-the trainer has no part in it.
+the trainer has no part in it. Both ends say the hashes of what then lies there, part by part as the
+trainer once sent it to the peer: they compare with those of the trainer.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from inference.kernels.mxfp8 import SCALE_SUFFIX, MXFP8Tensor
-from inference.kernels.tensor_hash import HashTable, hash_part, unit_of
+from inference.kernels.mxfp8 import BLOCK_SIZE, SCALE_SUFFIX, MXFP8Tensor
+from inference.kernels.tensor_hash import HashPart, HashTable
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.errors import RefusedError
 from m3rl.weight_sync.lane import Lane
-from m3rl.weight_sync.layout import layout_digest
+from m3rl.weight_sync.layout import Bounds, layout_digest
+from m3rl.weight_sync.plan import CopyOp, check_receives
 from m3rl.weight_sync.prepare import Prepare
 from m3rl.weight_sync.receive import EngineReceiver, ReceiverState
 from m3rl.weight_sync.receive_rounds import Place
@@ -37,6 +40,7 @@ from m3rl.weight_sync.transport import (
     wire_bytes,
     worker_name,
 )
+from m3rl.weight_sync.verify import TensorSums, hash_parts
 
 GIVER, TAKER = 0, 1
 """Ranks in the group of a hand-over."""
@@ -62,6 +66,8 @@ class HandOver:
     version: int
     layout_digest: str
     """Of both workers."""
+    ops: tuple[CopyOp, ...]
+    """As which the trainer sent it; both ends hash in these parts."""
     chunk_bytes: int
     """Most that is under way at a time, twice."""
 
@@ -76,6 +82,11 @@ class Piece(NamedTuple):
 class WorkerReceiver(EngineReceiver):
     """The receiver of a worker that can also give what it serves, or take it from another."""
 
+    def serving(self) -> int | None:
+        """Version that its engine serves."""
+        assert self._target is not None, "bind() comes first"
+        return self._target.version
+
     def offer(self, hand_over: HandOver) -> None:
         """Say whether `give` would refuse, before anybody waits for it.
 
@@ -84,8 +95,8 @@ class WorkerReceiver(EngineReceiver):
         """
         self._expect_served(hand_over)
 
-    def give(self, hand_over: HandOver) -> dict[str, int]:
-        """Send what this worker serves; returns the hash of each piece, read beside the sending.
+    def give(self, hand_over: HandOver) -> bytes:
+        """Send what this worker serves; returns its `TensorSums`, read after the sending.
 
         Raises:
             RefusedError: it serves another version, or holds other tensors.
@@ -93,20 +104,21 @@ class WorkerReceiver(EngineReceiver):
         """
         self._expect_served(hand_over)
         assert self._target is not None, "bind() comes first"
-        pieces = pieces_of(self._layout, self._target.serving_places())
+        places = self._target.serving_places()
+        pieces, hashes = pieces_of(self._layout, places), self._hashes(hand_over, places)
         transport = Transport.join(hand_over.spec, GIVER, pieces[0].memory.device)
         try:
-            hashes = _send(pieces, transport, hand_over)
+            sums = _send(pieces, hashes, transport, hand_over)
         finally:
             transport.close()
         self._expect_served(hand_over)
-        return hashes
+        return sums
 
-    def take(self, hand_over: HandOver) -> dict[str, int]:
-        """Receive all weights into their places; `commit` with the giver's hashes comes next.
+    def take(self, hand_over: HandOver) -> bytes:
+        """Receive all weights into their places; `commit` with what they should hash to comes next.
 
         Returns:
-            The hash of each piece, as it lies there.
+            The `TensorSums` of what then lies there.
 
         Raises:
             RefusedError: it holds other tensors.
@@ -115,19 +127,23 @@ class WorkerReceiver(EngineReceiver):
         self._expect_layout(hand_over)
         assert self._target is not None, "bind() comes first"
         plan = self._target.plan_load([(slot.name, slot.bounds) for slot in self._layout])
-        pieces = pieces_of(self._layout, plan.places)
+        pieces, hashes = pieces_of(self._layout, plan.places), self._hashes(hand_over, plan.places)
         with self._given_up_unless_done():
             self._target.begin_load(hand_over.version, plan)
             transport = Transport.join(hand_over.spec, TAKER, pieces[0].memory.device)
             try:
-                self._held = _receive(pieces, transport, hand_over)
+                self._held = sums = _receive(pieces, hashes, transport, hand_over)
             finally:
                 transport.close()
             self._target.written(0, len(self._layout))
             digest = hand_over.layout_digest
             self._prepare = Prepare(hand_over.version, 0, digest, "", None, verify=True)
             self.state = ReceiverState.STREAMED
-        return self._held
+        return sums
+
+    def _hashes(self, hand_over: HandOver, places: Sequence[Place]) -> _Hashes:
+        check_receives(self._layout, hand_over.ops, self._name)  # they leave nothing out
+        return _Hashes(self._layout, places, hand_over.ops)
 
     def _expect_served(self, hand_over: HandOver) -> None:
         self._expect_layout(hand_over)
@@ -159,22 +175,42 @@ def pieces_of(layout: Sequence[TensorSlot], places: Sequence[Place]) -> list[Pie
 
 
 class _Hashes:
-    """Of pieces as they lie in memory, each a tensor of its own."""
+    """Of the tensors as they lie in memory, taken in the parts of a plan."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._names = [piece.name for piece in pieces]
-        self._table = HashTable(
-            [
-                hash_part(memory, name=name, unit=unit_of(memory.dtype, memory.shape[-1:] or (1,)))
-                for name, memory in pieces
-            ]
-        )
+    def __init__(
+        self, layout: Sequence[TensorSlot], places: Sequence[Place], ops: Sequence[CopyOp]
+    ) -> None:
+        held = {slot.name: (slot, place) for slot, place in zip(layout, places, strict=True)}
+        parts: list[HashPart] = []
+        names: list[str] = []
+        for op in ops:
+            slot, place = held[op.name]
+            here = tuple(
+                (a - s, b - s) for (a, b), (s, _) in zip(op.bounds, slot.bounds, strict=True)
+            )
+            each = hash_parts(op, _rectangle(place, here), slot.shape)
+            parts += each
+            names += [op.name] * len(each)
+        self._table, self._sums = HashTable(parts), TensorSums(names)
 
     def launch(self) -> None:
-        self._table.launch(0, len(self._names))
+        self._table.launch(0, len(self._table))
 
-    def read(self) -> dict[str, int]:
-        return dict(zip(self._names, self._table.read(), strict=True))
+    def read(self) -> bytes:
+        return self._sums.add_up(np.array(self._table.read(), np.uint64))
+
+
+def _rectangle(place: Place, bounds: Bounds) -> Place:
+    """A part of what is stored, which cuts no block of MXFP8."""
+    if isinstance(place, MXFP8Tensor):
+        first, last = bounds[-1]
+        of_scale = (*bounds[:-1], (first // BLOCK_SIZE, last // BLOCK_SIZE))
+        return MXFP8Tensor(_cut(place.values, bounds), _cut(place.scale, of_scale))
+    return _cut(place, bounds)
+
+
+def _cut(tensor: Tensor, bounds: Bounds) -> Tensor:
+    return tensor[tuple(slice(first, last) for first, last in bounds)]
 
 
 class _Run(NamedTuple):
@@ -205,6 +241,7 @@ def _rounds(pieces: Sequence[Piece], chunk_bytes: int) -> Iterator[list[_Run]]:
 
 def _move(
     pieces: Sequence[Piece],
+    hashes: _Hashes,
     transport: Transport,
     hand_over: HandOver,
     *,
@@ -212,15 +249,14 @@ def _move(
     post: Callable[[list[Transfer]], Posted],
     peer: int,
     arrived: Callable[[Tensor, Tensor], object],
-) -> dict[str, int]:
-    """Walk through the rounds, two of them under way; then hash the pieces as they lie there.
+) -> bytes:
+    """Walk through the rounds, two of them under way; then hash what lies there.
 
     Args:
         wire_of: bytes of a piece on the transport's device.
         arrived: told of the memory of each piece, and of its bytes, when all were transferred.
     """
     deadline, lane = Deadline(hand_over.spec.timeout_s), Lane(pieces[0].memory.device)
-    hashes = _Hashes(pieces)
     wires: dict[int, Tensor] = {}
     under_way: deque[tuple[Posted, list[_Run], dict[int, Tensor]]] = deque()
     tags = itertools.count()
@@ -255,12 +291,15 @@ def _move(
         return hashes.read()
 
 
-def _send(pieces: Sequence[Piece], transport: Transport, hand_over: HandOver) -> dict[str, int]:
+def _send(
+    pieces: Sequence[Piece], hashes: _Hashes, transport: Transport, hand_over: HandOver
+) -> bytes:
     def bytes_of(memory: Tensor, device: torch.device) -> Tensor:
         return wire_bytes(memory.to(device))
 
     return _move(
         pieces,
+        hashes,
         transport,
         hand_over,
         wire_of=bytes_of,
@@ -270,7 +309,9 @@ def _send(pieces: Sequence[Piece], transport: Transport, hand_over: HandOver) ->
     )
 
 
-def _receive(pieces: Sequence[Piece], transport: Transport, hand_over: HandOver) -> dict[str, int]:
+def _receive(
+    pieces: Sequence[Piece], hashes: _Hashes, transport: Transport, hand_over: HandOver
+) -> bytes:
     def room_for(memory: Tensor, device: torch.device) -> Tensor:
         if memory.is_contiguous() and memory.device == device:
             return wire_bytes(memory)
@@ -283,6 +324,7 @@ def _receive(pieces: Sequence[Piece], transport: Transport, hand_over: HandOver)
 
     return _move(
         pieces,
+        hashes,
         transport,
         hand_over,
         wire_of=room_for,

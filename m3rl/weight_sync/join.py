@@ -3,21 +3,32 @@
     connect ─▶ take from a READY(version) peer that holds the same ─▶ pause, commit, probe, resume
                  └─ there is none, or it fails: connect again, and a sync from the trainer
 
-Worker i of the peer gives to worker i of the newcomer (`hand_over.py`); the peer serves on.
+Worker i of the peer gives to worker i of the newcomer (`hand_over.py`); the peer serves on. What
+has come must have the hashes that the trainer had of that version when the peer was brought there.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from m3rl.weight_sync.driver import ReplicaState
 from m3rl.weight_sync.errors import VerificationError
 from m3rl.weight_sync.hand_over import HandOver, PairSpec
-from m3rl.weight_sync.replica import Replica, ReplicaState
+from m3rl.weight_sync.prepare import Served, Share
+from m3rl.weight_sync.replica import Replica
 from m3rl.weight_sync.report import SyncRecord
 from m3rl.weight_sync.transport import GroupSpec
+from m3rl.weight_sync.verify import differing_tensors
+
+logger = logging.getLogger(__name__)
+
+
+class PeerError(VerificationError):
+    """The giver itself does not hold any more what was verified when it was brought there."""
 
 
 class JoiningReplica(Replica):
@@ -49,31 +60,38 @@ class JoiningReplica(Replica):
             chunk_bytes: most that a worker receives at a time.
 
         Raises:
+            PeerError: POISONED, and the peer is no better.
             SyncError: POISONED; `disconnect` comes next.
         """
         self.record = SyncRecord()
         self.state, self.version = ReplicaState.SYNCING, None
         is_done = False
         try:
-            pairs = self._pairs(peer, version, group, chunk_bytes)
+            assert peer.served is not None, "it is READY"
+            pairs = self._pairs(peer.served.shares, peer, version, group, chunk_bytes)
             with self._phase("prepare", version):
                 self._gather("prepare", peer._call_each("offer", pairs))
             with self._phase("stream", version):
-                hashes = self._hand_over(peer, pairs)
+                served = self._hand_over(peer, peer.served, pairs)
             paused_at = time.monotonic()
             with self._phase("pause", version):
                 self._bounded("pause", self._driver.pause)
             with self._phase("commit", version):
-                self._commit(hashes)
-            self._begin_to_serve(version)
+                self._commit(served.sums)
+            self._begin_to_serve(version, peer.served)
             self.record.paused_s = time.monotonic() - paused_at
             is_done = True
         finally:
             if not is_done:
-                self.state = ReplicaState.POISONED
+                self.lose()
 
     def _pairs(
-        self, peer: JoiningReplica, version: int, group: GroupSpec, chunk_bytes: int
+        self,
+        shares: Sequence[Share],
+        peer: JoiningReplica,
+        version: int,
+        group: GroupSpec,
+        chunk_bytes: int,
     ) -> list[HandOver]:
         return [
             HandOver(
@@ -91,9 +109,10 @@ class JoiningReplica(Replica):
                 ),
                 version,
                 digest,
+                share.ops,
                 chunk_bytes,
             )
-            for worker, digest in enumerate(self.layouts)
+            for worker, (digest, share) in enumerate(zip(self.layouts, shares, strict=True))
         ]
 
     def _call_each(self, method: str, pairs: Sequence[HandOver]) -> dict[str, Future[Any]]:
@@ -103,20 +122,40 @@ class JoiningReplica(Replica):
             for pair, (name, worker) in zip(pairs, workers, strict=True)
         }
 
-    def _hand_over(
-        self, peer: JoiningReplica, pairs: Sequence[HandOver]
-    ) -> Sequence[dict[str, int]]:
-        """Hashes of what each worker of the peer serves, which its counterpart now holds too."""
+    def _hand_over(self, peer: JoiningReplica, served: Served, pairs: Sequence[HandOver]) -> Served:
+        """Have each worker of the peer give to its counterpart; with the sums of what both hold.
+
+        Those of the trainer, or where there are none those of the peer.
+        """
         moving = peer._call_each("give", pairs) | self._call_each("take", pairs)
         found = self._gather("stream", moving)
-        given, taken = found[: len(pairs)], found[len(pairs) :]
-        for pair, (name, mine), theirs in zip(
-            pairs, zip(self._workers(), taken, strict=True), given, strict=True
-        ):
-            differing = sorted(piece for piece in theirs if mine.get(piece) != theirs[piece])
-            if differing:
-                raise VerificationError(
-                    f"{name} holds other bits than {pair.spec.member(0)} in {len(differing)} "
-                    f"tensors: {', '.join(differing[:3])}"
-                )
-        return given
+        given, taken = tuple(found[: len(pairs)]), found[len(pairs) :]
+        if served.sums is None:
+            logger.warning(
+                "version %d was synced without verification: what replica %d takes is compared "
+                "with replica %d alone",
+                pairs[0].version,
+                self.number,
+                peer.number,
+            )
+            served = served._replace(sums=given)
+        assert served.sums is not None, "set where there was none"
+        _compare(peer._workers(), given, served.sums, pairs, PeerError)
+        _compare(self._workers(), taken, served.sums, pairs, VerificationError)
+        return served
+
+
+def _compare(
+    names: Iterable[str],
+    held: Sequence[bytes],
+    expected: Sequence[bytes],
+    pairs: Sequence[HandOver],
+    kind: type[VerificationError],
+) -> None:
+    for name, here, there, pair in zip(names, held, expected, pairs, strict=True):
+        tensors = sorted({op.name for op in pair.ops})
+        if differing := differing_tensors(tensors, here, there):
+            raise kind(
+                f"{name} holds other bits than version {pair.version} has in {len(differing)} "
+                f"tensors: {', '.join(differing[:3])}"
+            )

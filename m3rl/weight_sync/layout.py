@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from inference.config import MXFP8_BLOCK_SIZE as BLOCK_SIZE
@@ -205,14 +206,30 @@ def grid_cells(bounds: Bounds, cuts: Sequence[Sequence[int]]) -> Iterator[Bounds
     Args:
         cuts: per dimension, ascending places to cut at; those outside the rectangle do nothing.
     """
-    if not bounds:
-        yield ()
+    edges = (
+        [start, *planes[bisect_right(planes, start) : bisect_left(planes, stop)], stop]
+        for (start, stop), planes in zip(bounds, cuts, strict=True)
+    )
+    return product(*map(pairwise, edges))
+
+
+def even_parts(bounds: Bounds, max_elements: int, block: int) -> Iterator[Bounds]:
+    """Cut a rectangle into even pieces of at most `max_elements`, along its first dimensions; the
+    last one at multiples of `block` only."""
+    if volume(bounds) <= max_elements:
+        yield bounds
         return
-    (start, stop), rest = bounds[0], bounds[1:]
-    edges = [start, *(cut for cut in cuts[0] if start < cut < stop), stop]
+    dim = next(d for d, size in enumerate(extents(bounds)) if size > 1)
+    unit = block if dim == len(bounds) - 1 else 1
+    start, stop = bounds[dim]
+    num_units = (stop - start) // unit
+    units_per_piece = max(1, max_elements * num_units // volume(bounds))
+    num_pieces = -(-num_units // units_per_piece)
+    edges = [start + unit * (num_units * i // num_pieces) for i in range(num_pieces + 1)]
     for first, last in pairwise(edges):
-        for cell in grid_cells(rest, cuts[1:]):
-            yield ((first, last), *cell)
+        yield from even_parts(
+            (*bounds[:dim], (first, last), *bounds[dim + 1 :]), max_elements, block
+        )
 
 
 def _fault(slot: TensorSlot) -> str | None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
+from typing import NamedTuple
 
 from inference.config import MXFP8_BLOCK_SIZE as BLOCK_SIZE
 from m3rl.types import TensorSlot
@@ -30,7 +31,7 @@ from m3rl.weight_sync.layout import (
     check_same_tensor,
     contains,
     covers,
-    extents,
+    even_parts,
     first_overlap,
     grid_cells,
     name_order,
@@ -105,8 +106,17 @@ class Plan:
         return len({op.name for op in self.ops})
 
 
-_Piece = tuple[CopyOp, tuple[int, ...]]
-"""An op whose sender is not chosen yet, and the trainer ranks that it could be, ascending."""
+class _Piece(NamedTuple):
+    """An op whose sender is not chosen yet; pieces of a bucket sort by the first four."""
+
+    minus_bytes: int
+    name: str
+    bounds: Bounds
+    receiver: int
+    holders: tuple[int, ...]
+    """Trainer ranks that could send it, ascending."""
+    slot: TensorSlot
+    grain: int
 
 
 _IN_DIGEST = attrgetter(
@@ -157,12 +167,10 @@ def copies(
     pieces: dict[str, list[_Piece]] = defaultdict(list)
     for name in sorted({name for layout in wanted for name in layout}):
         for piece in _pieces(name, held, wanted, chunk_bytes, wire):
-            pieces[piece[0].bucket].append(piece)
+            pieces[piece.slot.bucket].append(piece)
     load = [0] * len(senders)
-    ops: list[CopyOp] = []
-    for bucket in sorted(pieces, key=bucket_order):
-        ops.extend(_assign(pieces[bucket], load))
-    return ops
+    buckets = sorted(pieces, key=bucket_order)
+    return [op for bucket in buckets for op in _assign(pieces[bucket], load, wire)]
 
 
 def in_rounds(ops: Iterable[CopyOp], chunk_bytes: int) -> tuple[CopyOp, ...]:
@@ -284,44 +292,48 @@ def _pieces(
     chunk_bytes: int,
     wire: str,
 ) -> list[_Piece]:
-    sources = [(slot.bounds, r) for r, slots in enumerate(held) for slot in slots.get(name, ())]
-    targets = [(slot, r) for r, slots in enumerate(wanted) for slot in slots.get(name, ())]
-    edges = [bounds for bounds, _ in sources] + [slot.bounds for slot, _ in targets]
+    sources: dict[Bounds, list[int]] = defaultdict(list)
+    for rank, slots in enumerate(held):
+        for slot in slots.get(name, ()):
+            sources[slot.bounds].append(rank)
+    targets: dict[TensorSlot, list[int]] = defaultdict(list)
+    for receiver, slots in enumerate(wanted):
+        for slot in slots.get(name, ()):
+            targets[slot].append(receiver)
+    edges = {*sources, *(slot.bounds for slot in targets)}
     cuts = [sorted({edge for side in sides for edge in side}) for sides in zip(*edges, strict=True)]
     holders_of: dict[Bounds, list[int]] = defaultdict(list)
-    for bounds, rank in sources:
+    for bounds, ranks in sources.items():
         # Every edge is a cut, so what is held and what is wanted fall into the same cells.
         for cell in grid_cells(bounds, cuts):
-            holders_of[cell].append(rank)
-    found: list[tuple[TensorSlot, Bounds, int, tuple[int, ...]]] = []
-    for slot, receiver in targets:
-        itemsize = WIRE_BYTES[slot.dtype]
+            holders_of[cell] += ranks
+    found: list[tuple[TensorSlot, Bounds, tuple[int, ...]]] = []
+    for slot, receivers in targets.items():
         block = BLOCK_SIZE if slot.storage == "mxfp8" else 1
         for cell in grid_cells(slot.bounds, cuts):
             if block > 1 and any(edge % block for edge in cell[-1]):
                 raise PlanError(
                     f"{name}: {cell} is cut through a block of {block} columns, which worker "
-                    f"{receiver} quantises together; shard its rows on the trainer"
+                    f"{receivers[0]} quantises together; shard its rows on the trainer"
                 )
-            holders = tuple(holders_of.get(cell, ()))
+            holders = tuple(sorted(holders_of.get(cell, ())))
             if not holders:
                 raise PlanError(
-                    f"{name}: no trainer rank holds {cell}, which worker {receiver} needs"
+                    f"{name}: no trainer rank holds {cell}, which worker {receivers[0]} needs"
                 )
-            found += [
-                (slot, part, receiver, holders)
-                for part in _split(cell, chunk_bytes // itemsize, block)
-            ]
-    if not covers(whole(targets[0][0].shape), list({part for _, part, _, _ in found})):
+            max_elements = chunk_bytes // WIRE_BYTES[slot.dtype]
+            found += [(slot, part, holders) for part in even_parts(cell, max_elements, block)]
+    shape = next(iter(targets)).shape
+    if not covers(whole(shape), list({part for _, part, _ in found})):
         raise PlanError(
-            f"{name}: the workers together hold only a part of shape {targets[0][0].shape}; "
+            f"{name}: the workers together hold only a part of shape {shape}; "
             "the replica is not a complete copy of the model"
         )
-    grain = _grain(part for _, part, _, _ in found)
-    pieces = []
-    for slot, part, receiver, holders in found:
-        how = (slot.storage, grain, 0, -1, wire_of(slot.storage, wire))
-        pieces.append((CopyOp(slot.bucket, name, slot.dtype, part, -1, receiver, *how), holders))
+    grain = _grain(part for _, part, _ in found)
+    pieces: list[_Piece] = []
+    for slot, part, holders in found:
+        size = wire_size(part, slot.dtype, wire_of(slot.storage, wire))
+        pieces += [_Piece(-size, name, part, r, holders, slot, grain) for r in targets[slot]]
     return pieces
 
 
@@ -341,32 +353,14 @@ def _check_grains(ops: Sequence[CopyOp]) -> None:
             raise PlanError(f"{wrong} has grain {wrong.grain}, its tensor is cut by {grain}")
 
 
-def _split(bounds: Bounds, max_elements: int, block: int) -> Iterator[Bounds]:
-    """Cut a rectangle into even pieces of at most `max_elements`, along its first dimensions; the
-    last one at multiples of `block` only."""
-    if volume(bounds) <= max_elements:
-        yield bounds
-        return
-    dim = next(d for d, size in enumerate(extents(bounds)) if size > 1)
-    unit = block if dim == len(bounds) - 1 else 1
-    start, stop = bounds[dim]
-    num_units = (stop - start) // unit
-    units_per_piece = max(1, max_elements * num_units // volume(bounds))
-    num_pieces = -(-num_units // units_per_piece)
-    edges = [start + unit * (num_units * i // num_pieces) for i in range(num_pieces + 1)]
-    for first, last in pairwise(edges):
-        yield from _split((*bounds[:dim], (first, last), *bounds[dim + 1 :]), max_elements, block)
-
-
-def _assign(pieces: Sequence[_Piece], load: list[int]) -> list[CopyOp]:
+def _assign(pieces: Sequence[_Piece], load: list[int], wire: str) -> list[CopyOp]:
     """Choose the sender of each piece of a bucket, largest first, and add its bytes to `load`."""
     ops = []
-    sized = [(-op.nbytes, op.name, op.bounds, op.receiver, i) for i, (op, _) in enumerate(pieces)]
-    for size, _, _, _, i in sorted(sized):
-        op, holders = pieces[i]
-        sender = min(holders, key=lambda rank: (load[rank], rank))
-        load[sender] -= size
-        ops.append(op.placed(sender, 0))
+    for minus_bytes, name, bounds, receiver, holders, slot, grain in sorted(pieces):
+        sender = holders[0] if len(holders) == 1 else min(holders, key=lambda r: (load[r], r))
+        load[sender] -= minus_bytes
+        how = (slot.storage, grain, 0, -1, wire_of(slot.storage, wire))
+        ops.append(CopyOp(slot.bucket, name, slot.dtype, bounds, sender, receiver, *how))
     return sorted(ops, key=lambda op: (name_order(op.name), op.bounds, op.receiver))
 
 
@@ -386,9 +380,10 @@ def _chunks(ops: Sequence[CopyOp], chunk_bytes: int) -> Iterator[tuple[int, Copy
     """Each op with the number of its chunk; a chunk has `chunk_bytes` at most, or one op."""
     number = size = 0
     for op in ops:
-        if size and size + op.nbytes > chunk_bytes:
+        nbytes = op.nbytes
+        if size and size + nbytes > chunk_bytes:
             number, size = number + 1, 0
-        size += op.nbytes
+        size += nbytes
         yield number, op
 
 

@@ -51,6 +51,16 @@ class Share:
         return Prepare(version, serial, self.layout_digest, self.ops_digest, ops, **options)
 
 
+class Served(NamedTuple):
+    """Of the version that a replica serves, by worker."""
+
+    shares: tuple[Share, ...]
+    """As which it came from the trainer."""
+    sums: tuple[bytes, ...] | None
+    """What the trainer's hashes of it are (`verify.TensorSums` over the share); None: the sync was
+    not verified."""
+
+
 class Agreed(NamedTuple):
     """What a rank and the driver have agreed on; it holds until one of them changes."""
 

@@ -7,8 +7,9 @@ reads its weights wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from m3rl.weight_sync.transport import in_background
 
 SHORT_TOKENS = 64
 """Of a short prompt, and of what a long one has beyond the keys that block selection keeps."""
+GIVE_UP_AFTER = 2
+"""Failures in a row: a replica that was restarted and still fails is not mended by restarts."""
 STRIDE = 17
 """Tokens by which each prompt begins later in the text."""
 
@@ -93,6 +96,8 @@ class Probe:
         self._every = every
         self._max_error = max_error
         self._expected: Future[Scores] | None = None
+        self._faults: dict[int, list[str]] = {}
+        """Of each replica: what was wrong, probe by probe, since it last passed one."""
 
     def is_due(self, version: int) -> bool:
         return version % self._every == 0
@@ -123,6 +128,41 @@ class Probe:
                 "something else, or knows a tensor by a wrong name"
             )
         return largest
+
+    @contextmanager
+    def counted(self, replica: int) -> Iterator[None]:
+        """Around one probe of a replica: passed if nothing is raised."""
+        try:
+            yield
+        except SyncError as error:
+            self._faults.setdefault(replica, []).append(str(error))
+            raise
+        self._faults.pop(replica, None)
+
+    def forget(self, replica: int) -> None:
+        """Of a replica that is gone for good."""
+        self._faults.pop(replica, None)
+
+    def gives_up(self, replica: int) -> str | None:
+        """Why the replica is not worth another restart; None: it is."""
+        faults = self._faults.get(replica, [])
+        if len(faults) < GIVE_UP_AFTER:
+            return None
+        return f"it failed the probe {len(faults)} times in a row: {faults[-1]}"
+
+    def condemns(self, replicas: Collection[int]) -> str | None:
+        """Why the fault is none of these replicas': each failed its last probe, and there were
+        enough of them. None: it may be."""
+        faults = [self._faults.get(number, []) for number in replicas]
+        if not all(faults) or sum(map(len, faults)) < GIVE_UP_AFTER:
+            return None
+        return (
+            f"every replica fails the probe of the weight sync ({len(faults)} of {len(faults)}), "
+            "so it is no single worker's fault: either trainer and runtime do compute different "
+            "functions of the same weights, or weight_sync.probe.max_error="
+            f"{self._max_error:g} is below what their dtypes allow; "
+            + "; ".join(each[-1] for each in faults)
+        )
 
 
 def _listed(errors: Sequence[float]) -> str:

@@ -8,22 +8,21 @@
 
 The load of the engine under a POISONED receiver is given up: weights that it touched serve nothing
 until a whole load commits. With a shadow nothing that serves is touched before `commit`: after an
-earlier fault the receiver is what it was, EMPTY or READY(old). `stream` says what lies there then,
-and `commit` refuses what is not what the trainer has. Without verification nothing is known of the
-bits, NaN included.
+earlier fault, and after a commit that the engine refused, the receiver is what it was, EMPTY or
+READY(old). `stream` says what lies there then, and `commit` refuses what is not what the trainer
+has. Without verification nothing is known of the bits, NaN included.
 """
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from m3rl.host import this_host
 from m3rl.types import LoadPlan, TensorSlot, WeightTarget
 from m3rl.weight_sync.delta import Delta
 from m3rl.weight_sync.delta_receive import DeltaRounds
@@ -44,8 +43,6 @@ TARGET_METHODS = (
     "commit",
     "abort_load",
 )
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Of containers of one machine, too."""
 DRAIN_S = 10.0
 """How long a device may go on with a sync that was given up."""
 
@@ -113,7 +110,7 @@ class EngineReceiver:
 
     def node(self) -> str:
         """Names the machine: workers on one are near to each other."""
-        return f"{socket.gethostname()} {BOOT_ID.read_text() if BOOT_ID.exists() else ''}"
+        return this_host()
 
     def has_shadow(self) -> bool:
         """Whether the engine serves on until `commit`."""
@@ -235,13 +232,19 @@ class EngineReceiver:
         """
         prepare = self._expect(ReceiverState.STREAMED)
         assert self._target is not None, "prepare() needs an engine"
+        target, before = self._target, self._target.version if self.has_shadow() else None
+
+        def is_touched() -> bool:
+            # Of two versions with one number nobody could tell which serves.
+            return before in (None, prepare.version) or target.version != before
+
         with self._given_up_unless_done():
             if expected != self._held or prepare.verify != (expected is not None):
                 raise VerificationError(
                     f"{self._name} does not hold what the trainer has; nothing is published"
                 )
-        with self._given_up_unless_done(is_touched=True):
-            self._target.commit()
+        with self._given_up_unless_done(is_touched):
+            target.commit()
             self.version = prepare.version
             self._base = prepare.serial if prepare.keeps else None
             self.state = ReceiverState.READY
@@ -273,7 +276,7 @@ class EngineReceiver:
         return self._prepare
 
     @contextmanager
-    def _given_up_unless_done(self, *, is_touched: bool | None = None) -> Iterator[None]:
+    def _given_up_unless_done(self, is_touched: Callable[[], bool] | None = None) -> Iterator[None]:
         """
         Args:
             is_touched: whether what serves may have changed; None: not if there is a shadow.
@@ -285,7 +288,7 @@ class EngineReceiver:
         finally:
             if not is_done:
                 self._give_up(
-                    is_touched=not self.has_shadow() if is_touched is None else is_touched
+                    is_touched=not self.has_shadow() if is_touched is None else is_touched()
                 )
 
     def _give_up(self, *, is_touched: bool) -> None:

@@ -5,12 +5,16 @@
                      │           │         ▲        │
                      │           │         └─ once ─┘ a tensor differs
                      │           └─ any fault ─▶ POISONED: group closed, engine left paused
-                     └─ refused: the state stays, no byte has moved
+                     └─ any fault: the state stays, no byte has moved; the group is closed unless
+                        it was refused
+
+    a delta that cannot be had (`delta_driver.py`), or is refused, is a full sync from `prepare` on
 
 Where a probe is due it comes between commit and resume (`probe.py`).
 
 With a shadow, stream and verify come before the pause; the state stays until then, and a fault
-leaves the replica what it was, with its group closed.
+leaves the replica what it was, with its group closed. So does a commit that fails while every
+worker serves the old version still; the engine is resumed then.
 
 Only READY(version) serves. Out of POISONED, and to a closed group, leads `connect`, which begins
 anew with EMPTY.
@@ -18,56 +22,37 @@ anew with EMPTY.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import numpy as np
 
-from m3rl.types import RemoteReceiver, SenderGroup, TensorSlot
+from m3rl.types import RemoteReceiver, TensorSlot
+from m3rl.weight_sync.calls import all_answer, cause, closing, complaint, gather, settled
 from m3rl.weight_sync.delta import Changes
 from m3rl.weight_sync.delta_driver import Offer
+from m3rl.weight_sync.driver import Driver, ReplicaState
 from m3rl.weight_sync.errors import RefusedError, SyncError, VerificationError
 from m3rl.weight_sync.hand_over import WorkerReceiver
 from m3rl.weight_sync.layout import Layout
 from m3rl.weight_sync.messages import Limits, arrange
 from m3rl.weight_sync.plan import Plan
-from m3rl.weight_sync.prepare import Prepare, Share
-from m3rl.weight_sync.probe import Probe
+from m3rl.weight_sync.prepare import Prepare, Served, Share
 from m3rl.weight_sync.relay import check_passes, largest_part, relayed
 from m3rl.weight_sync.report import Phase, SyncEvent, SyncRecord
 from m3rl.weight_sync.transport import GroupSpec, in_background, worker_name
+from m3rl.weight_sync.turns import Turn, take_turns
 from m3rl.weight_sync.verify import Expected, HashSums, differing_tensors
+
+logger = logging.getLogger(__name__)
 
 LIMITS = Limits()
 GRACE_S = 3.0
 """How much longer the driver waits than the ranks do: their better-worded errors come first."""
-
-
-class ReplicaState(Enum):
-    EMPTY = "EMPTY"
-    SYNCING = "SYNCING"
-    READY = "READY"
-    POISONED = "POISONED"
-
-
-@dataclass(frozen=True, slots=True)
-class Driver:
-    """What all replicas of a WeightSync share."""
-
-    senders: SenderGroup
-    pause: Callable[[int], object]
-    resume: Callable[[int], object]
-    timeout_s: float
-    verify: bool
-    events: list[SyncEvent]
-    probe: Probe | None = None
-    keeps: bool = False
-    """See `Prepare.keeps`."""
 
 
 class Replica:
@@ -98,6 +83,7 @@ class Replica:
         """The same of the stream under way."""
         self._finishing: dict[str, Future[Any]] = {}
         self._num_received = 0
+        self.served: Served | None = None
         self._expected: Expected | None = None
         """Hashes of the sync under way, once they are known."""
 
@@ -114,7 +100,7 @@ class Replica:
     def attach(self) -> list[tuple[TensorSlot, ...]]:
         """Put a fresh receiver into every worker; returns what each worker holds."""
         self.state, self.version, self._ops_known = ReplicaState.EMPTY, None, False
-        self.base = None
+        self.base = self.served = None
         attached = {
             name: in_background(_attaching(worker, self.number, i), f"attach {name}")
             for i, (name, worker) in enumerate(self._workers().items())
@@ -131,7 +117,9 @@ class Replica:
         """Build the group of this replica, on all members at the same time."""
         connecting = self._on_workers("connect", spec) | self._on_senders("sync_connect", spec)
         self._gather("connect", connecting)
-        plan = relayed(plan, self._nodes)
+        # With deltas replicas alike share a plan, and what the trainer ranks remember for it.
+        turn = Turn() if self._driver.keeps else Turn(self.number, self._driver.num_replicas)
+        plan = take_turns(relayed(plan, self._nodes), senders, turn)
         check_passes(plan, senders, workers)
         sends = zip(self._senders(), senders, map(plan.sends, range(len(senders))), strict=True)
         receives = zip(
@@ -151,25 +139,24 @@ class Replica:
 
         Raises:
             RefusedError: refused before a byte moved; the state is unchanged.
-            SyncError: failed: POISONED, or with a shadow what it was; or whatever else a call on a
-                member raised. `disconnect` comes next.
+            SyncError: failed: POISONED, or what it was where that serves on; or whatever else a
+                call on a member raised. `disconnect` comes next.
         """
         self.record, self._expected, self._finishing = SyncRecord(), None, {}
         if self.plan is None:
             raise RefusedError(f"not connected; call connect({self.number}) first")
-        is_done = False
         base, self.base = self.base, None
         try:
             self._bring(version, serial, base, offer)
             self.base = serial if self._driver.keeps else None
-            is_done = True
-        except RefusedError:
-            is_done = True
-            raise
         finally:
-            serves_old = self._has_shadow and self.state is not ReplicaState.SYNCING
-            if not is_done and not serves_old:
-                self.state, self.version = ReplicaState.POISONED, None
+            if self.state is ReplicaState.SYNCING:
+                self.lose()
+
+    def lose(self) -> None:
+        """What it holds is not known any more."""
+        self.state, self.version = ReplicaState.POISONED, None
+        self.base = self.served = None
 
     def disconnect(self) -> list[str]:
         """Close the group on all members, whatever their state; returns what trainer ranks report.
@@ -179,22 +166,20 @@ class Replica:
         self.plan = None
         timeout_s = self._driver.timeout_s
         workers = {
-            name: in_background(_closing(worker, timeout_s), f"close {name}")
+            name: in_background(closing(worker, timeout_s), f"close {name}")
             for name, worker in self._workers().items()
         }
         # A sending thread may wait until its own deadline for a replica that is stuck.
         senders = self._on_senders("sync_close", self.number)
         wait(senders.values(), timeout_s + GRACE_S)
         wait(workers.values(), GRACE_S)
-        return [
-            complaint for name, future in senders.items() if (complaint := _complaint(name, future))
-        ]
+        return [text for name, future in senders.items() if (text := complaint(name, future))]
 
     def _bring(self, version: int, serial: int, base: int | None, offer: Offer | None) -> None:
         with self._phase("prepare", version):
             # Others of the plan wait, too: the ranks compare before they remember what is new.
             changes = None if offer is None else self._accepted(offer, base)
-            self._prepare(version, serial, None if changes is None else changes.base)
+            changes = self._prepare_either(version, serial, changes)
         if self._has_shadow:
             self._stream_until_equal(version, changes)
         self.state = ReplicaState.SYNCING
@@ -203,15 +188,54 @@ class Replica:
             self._bounded("pause", self._driver.pause)
         if not self._has_shadow:
             self._stream_until_equal(version, changes)
-        with self._phase("commit", version):
-            self._commit(None if self._expected is None else self._expected.by_worker)
-        self._begin_to_serve(version)
+        sums = None if self._expected is None else tuple(self._expected.by_worker)
+        try:
+            with self._phase("commit", version):
+                self._commit(sums)
+        except SyncError:
+            self._go_back(version)
+            raise
+        self._begin_to_serve(version, Served(self._worker_shares(), sums))
         self.record.paused_s = time.monotonic() - paused_at
 
     def _accepted(self, offer: Offer, base: int | None) -> Changes | None:
         """The delta of an offer, if it pays and is one to what this replica holds."""
-        changes: Changes | None = self._gather("prepare", {"trainer ranks": offer.changes})[0]
-        return changes if offer.base == base else None
+        limit_s = self._driver.timeout_s + GRACE_S
+        wait([offer.changes], limit_s)
+        if offer.base != base:
+            return None
+        if not offer.changes.done():
+            self._fall_back(f"no comparison by the trainer ranks within {limit_s:g} s")
+        elif (error := offer.changes.exception()) is not None:
+            self._fall_back(cause(error))
+        else:
+            return offer.changes.result()
+        return None
+
+    def _prepare_either(self, version: int, serial: int, changes: Changes | None) -> Changes | None:
+        """Prepare for a delta, or for all where there is none or it is refused; what it is."""
+        if changes is not None:
+            try:
+                self._prepare(version, serial, changes.base)
+            except RefusedError as error:
+                self._fall_back(str(error))
+            else:
+                return changes
+        self._prepare(version, serial, None)
+        return None
+
+    def _fall_back(self, fault: str) -> None:
+        logger.warning("replica %d takes all instead of a delta: %s", self.number, fault)
+        self.record.delta_fault = fault
+
+    def _go_back(self, version: int) -> None:
+        """After a commit that failed: READY(old) where every worker surely serves that still."""
+        if not self._has_shadow or self.version in (None, version):
+            return
+        limit_s = self._driver.timeout_s + GRACE_S
+        if all_answer(self._on_workers("serving").values(), self.version, limit_s):
+            self._bounded("resume", self._driver.resume)
+            self.state = ReplicaState.READY
 
     def _stream_until_equal(self, version: int, changes: Changes | None) -> None:
         """Stream and verify; once more, and all, if a fault or a wrong base left a difference."""
@@ -309,17 +333,17 @@ class Replica:
 
     def _bounded(self, phase: Phase, call: Callable[[int], object]) -> None:
         name = f"{phase}({self.number})"
-        self._gather(phase, {name: in_background(lambda: _settled(call(self.number)), name)})
+        self._gather(phase, {name: in_background(lambda: settled(call(self.number)), name)})
 
-    def _begin_to_serve(self, version: int) -> None:
+    def _begin_to_serve(self, version: int, served: Served) -> None:
         probe, name = self._driver.probe, f"probe({self.number})"
         if probe is not None and probe.is_due(version):
-            with self._phase("probe", version):
+            with self._phase("probe", version), probe.counted(self.number):
                 asked = {name: in_background(lambda: probe.error(self.number), name)}
                 self.record.probe_error = self._gather("probe", asked)[0]
         with self._phase("resume", version):
             self._bounded("resume", self._driver.resume)
-        self.state, self.version = ReplicaState.READY, version
+        self.state, self.version, self.served = ReplicaState.READY, version, served
 
     @contextmanager
     def _phase(self, phase: Phase, version: int) -> Iterator[None]:
@@ -330,29 +354,17 @@ class Replica:
         seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - begin
 
     def _gather(self, phase: str, asked: Mapping[str, Future[Any]]) -> list[Any]:
-        """Results of all calls, in order; the first fault or the deadline ends the wait."""
-        limit_s = self._driver.timeout_s + GRACE_S
-        _, late = wait(asked.values(), limit_s, return_when=FIRST_EXCEPTION)
-        errors = {
-            name: error
-            for name, future in asked.items()
-            if future.done() and (error := future.exception()) is not None
-        }
-        if errors:
-            is_refusal = all(isinstance(error, RefusedError) for error in errors.values())
-            kind = RefusedError if is_refusal and phase == "prepare" else SyncError
-            told = "; ".join(f"{who}: {_cause(error)}" for who, error in errors.items())
-            raise kind(f"{phase}: {told}") from next(iter(errors.values()))
-        if late:
-            names = ", ".join(name for name, future in asked.items() if future in late)
-            raise SyncError(f"{phase}: no answer from {names} within {limit_s:g} s")
-        return [future.result() for future in asked.values()]
+        """See `calls.gather`."""
+        return gather(phase, asked, self._driver.timeout_s + GRACE_S)
 
     def _senders(self) -> list[str]:
         return [f"trainer rank {rank}" for rank in range(self._driver.senders.num_ranks)]
 
     def _workers(self) -> dict[str, RemoteReceiver]:
         return {worker_name(self.number, i): worker for i, worker in enumerate(self.workers)}
+
+    def _worker_shares(self) -> tuple[Share, ...]:
+        return tuple(self._shares[name] for name in self._workers())
 
     def _on_senders(self, method: str, *args: Any) -> dict[str, Future[Any]]:
         call = self._driver.senders.call
@@ -364,25 +376,3 @@ class Replica:
 
 def _attaching(worker: RemoteReceiver, replica: int, number: int) -> Callable[[], None]:
     return lambda: worker.attach(WorkerReceiver(replica, number))
-
-
-def _closing(worker: RemoteReceiver, timeout_s: float) -> Callable[[], None]:
-    return lambda: worker.call("close").result(timeout_s)
-
-
-def _settled(result: object) -> object:
-    return result.result() if isinstance(result, Future) else result
-
-
-def _complaint(name: str, closing: Future[Any]) -> str | None:
-    if not closing.done():
-        return f"{name} has not let go of the connection"
-    error = closing.exception()
-    text = _cause(error) if error is not None else closing.result()
-    return f"{name}: {text}" if text else None
-
-
-def _cause(error: BaseException) -> str:
-    """An error as one line; what Ray wraps around a remote error is left out."""
-    cause = getattr(error, "cause", None) or error
-    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1] if str(cause) else ''}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,6 +34,8 @@ class SyncRecord:
     """Of the model's wire bits; None unless verified."""
     is_delta: bool = False
     """Only what changed was sent."""
+    delta_fault: str | None = None
+    """Why all was sent where a delta was meant; None: no delta failed."""
     probe_error: float | None = None
     """See `Probe.error`; None unless probed."""
 
@@ -60,11 +63,50 @@ class SyncReport:
     """Tensors that differed in some attempt."""
     num_deltas: int
     """Replicas that were sent only what changed."""
+    num_delta_faults: int
+    """Replicas that were sent all because what changed could not be found out."""
     wire_hash: int | None
     """Additive hash of the model's wire bits, the same for all shardings that cut no tensor's
     columns more finely (`verify.py`); None: not verified."""
     probe_error: float | None = None
     """Largest of the replicas (`Probe.error`); None: not probed."""
+
+    @staticmethod
+    def of(
+        version: int,
+        records: Mapping[int, SyncRecord],
+        failed: dict[int, str],
+        seconds: float,
+        num_tensors: int,
+        *,
+        is_verified: bool,
+    ) -> SyncReport:
+        """From what it did to each replica; those that are ready were sent the same."""
+        ready = tuple(number for number in records if number not in failed)
+        served = [records[number] for number in ready]
+        return SyncReport(
+            version=version,
+            ready=ready,
+            failed=failed,
+            seconds=seconds,
+            phase_seconds={
+                phase: max(r.seconds.get(phase, 0.0) for r in records.values())
+                for phase in PHASES
+                if any(phase in r.seconds for r in records.values())
+            },
+            paused_s=max((record.paused_s for record in served), default=0.0),
+            num_bytes=sum(record.num_bytes for record in records.values()),
+            num_tensors=num_tensors,
+            checksum_ok=not any(records[n].mismatches for n in failed) if is_verified else None,
+            checksum_mismatches=sum(len(record.mismatches) for record in records.values()),
+            num_deltas=sum(record.is_delta for record in served),
+            num_delta_faults=sum(r.delta_fault is not None for r in records.values()),
+            wire_hash=served[0].wire_hash if served else None,
+            probe_error=max(
+                (record.probe_error for record in served if record.probe_error is not None),
+                default=None,
+            ),
+        )
 
     def metrics(self) -> dict[str, float | str]:
         """`refit/*` and `time/refit_transfer` of a training step."""
@@ -77,6 +119,7 @@ class SyncReport:
             "refit/paused_s": self.paused_s,
             "refit/failed_replicas": len(self.failed),
             "refit/delta_replicas": self.num_deltas,
+            "refit/delta_faults": self.num_delta_faults,
             "refit/seconds": self.seconds,
             "time/refit_transfer": stream_s,
         }

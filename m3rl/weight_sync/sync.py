@@ -17,21 +17,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
 
 from m3rl.errors import M3rlError
 from m3rl.types import RemoteReceiver, SenderGroup
 from m3rl.weight_sync.delta_driver import Deltas, Offer
+from m3rl.weight_sync.driver import Driver
 from m3rl.weight_sync.errors import BusyError, NotReadyError, RefusedError, SyncError
-from m3rl.weight_sync.join import JoiningReplica
+from m3rl.weight_sync.join import JoiningReplica, PeerError
 from m3rl.weight_sync.layout import Layout, layout_digest
 from m3rl.weight_sync.plan import Plan, check_plan, make_plan
-from m3rl.weight_sync.probe import Probe
-from m3rl.weight_sync.replica import Driver, Replica
-from m3rl.weight_sync.report import PHASES, SyncEvent, SyncReport
+from m3rl.weight_sync.probe import Probe, ProbeError
+from m3rl.weight_sync.replica import Replica
+from m3rl.weight_sync.report import SyncEvent, SyncReport
 from m3rl.weight_sync.transport import GroupSpec, Rendezvous, in_background
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,8 @@ class WeightSync:
                 "known to be what the trainer changed; verify, or set it to 1"
             )
         keeps = delta_full_every > 1
-        self._driver = Driver(senders, pause, resume, timeout_s, verify, self.events, probe, keeps)
+        shared = (senders, pause, resume, timeout_s, verify, self.events, probe, keeps)
+        self._driver = Driver(*shared, num_replicas=len(replicas))
         self._deltas = Deltas(senders, delta_full_every, chunk_bytes, timeout_s)
         self._replicas = {
             number: JoiningReplica(number, _as_workers(workers), self._driver)
@@ -170,7 +171,7 @@ class WeightSync:
             )
         return report
 
-    def bring(self, replica: int, version: int, workers: Workers | None = None) -> None:
+    def bring(self, replica: int, version: int, workers: Workers | None = None) -> list[int]:
         """Bring a replica that comes late, or back, to a version that is current already.
 
         It takes it from a replica that is READY(version) and holds the same, and serves on; where
@@ -179,17 +180,29 @@ class WeightSync:
         Args:
             workers: as for `connect`.
 
+        Returns:
+            Replicas that were found to hold other bits than they were brought to. They are lost.
+
         Raises:
             BusyError: a sync is open.
             SyncError: it could not be brought there; says why.
         """
         self.connect(replica, workers)
-        source = self._take_from_peer(replica, version)
+        unfit: list[int] = []
+        source = self._take_from_peer(replica, version, unfit)
         if source is None:
             fault = self.sync(version, [replica]).failed.get(replica)
             if fault is not None:
                 raise SyncError(fault)
         logger.info("replica %d has version %d from %s", replica, version, source or "the trainer")
+        return unfit
+
+    def lose(self, replicas: Iterable[int]) -> None:
+        """These are gone, or not to be trusted: they are POISONED, count nowhere and give nothing
+        away until `connect`. To be told of all of them before the first is brought back."""
+        with self._hold("lose"):
+            for number in set(replicas) & self._replicas.keys():
+                self._lose(self._replicas[number])
 
     def forget(self, replica: int) -> None:
         """Leave the group of a replica that is gone for good; it counts nowhere any more."""
@@ -198,6 +211,18 @@ class WeightSync:
             if one.is_connected:
                 one.disconnect()
             del self._replicas[replica]
+            if self._driver.probe is not None:
+                self._driver.probe.forget(replica)
+
+    def gives_up(self, replica: int) -> str | None:
+        """Why another restart of the replica is of no use; None: it may be."""
+        return None if self._driver.probe is None else self._driver.probe.gives_up(replica)
+
+    def condemns(self) -> str | None:
+        """Why the weights of the trainer, or a bound, are at fault, and not the replicas; None:
+        that is not known."""
+        probe = self._driver.probe
+        return None if probe is None else probe.condemns(self._replicas.keys())
 
     def ready(self, version: int) -> list[int]:
         """Replicas that may serve this policy version."""
@@ -235,8 +260,17 @@ class WeightSync:
                 if one.is_connected:
                     one.disconnect()
 
-    def _take_from_peer(self, replica: int, version: int) -> str | None:
-        """Who gave the replica the version; None: nobody did, and the replica is connected."""
+    def _lose(self, one: JoiningReplica) -> None:
+        one.lose()
+        if one.is_connected:
+            one.disconnect()
+
+    def _take_from_peer(self, replica: int, version: int, unfit: list[int]) -> str | None:
+        """Who gave the replica the version; None: nobody did, and the replica is connected.
+
+        Args:
+            unfit: here go peers that do not hold what they were brought to.
+        """
         others = {number: one for number, one in self._replicas.items() if number != replica}
         while True:
             with self._hold(f"bring({replica}) to version {version}"):
@@ -249,7 +283,15 @@ class WeightSync:
                 group = self._group(one, f"from{peer.number}")
                 try:
                     one.take_from(peer, version, group, self._chunk_bytes)
+                except PeerError as error:
+                    logger.error("replica %d is lost: %s", peer.number, error)
+                    unfit.append(peer.number)
+                    del others[peer.number]
+                    self._lose(peer)
                 except M3rlError as error:  # a peer may be gone that nobody has missed yet
+                    if isinstance(error, ProbeError) and self._driver.verify:
+                        self._lose(one)  # the same bits from elsewhere would be probed alike
+                        raise
                     logger.warning(
                         "replica %d does not take from replica %d: %s", replica, peer.number, error
                     )
@@ -305,33 +347,10 @@ class WeightSync:
             # Hashes of plans that cut columns otherwise do not compare.
             if of_grains.setdefault(self._replicas[n].grains, hashes[n]) != hashes[n]:
                 raise SyncError(f"replicas {ready} were sent different weights: {hashes}")
-        mismatches = sum(len(record.mismatches) for record in records.values())
         plans = [one.plan for one in self._replicas.values() if one.plan is not None]
-        return SyncReport(
-            version=version,
-            ready=ready,
-            failed=failed,
-            seconds=seconds,
-            phase_seconds={
-                phase: max(r.seconds.get(phase, 0.0) for r in records.values())
-                for phase in PHASES
-                if any(phase in r.seconds for r in records.values())
-            },
-            paused_s=max((records[n].paused_s for n in ready), default=0.0),
-            num_bytes=sum(record.num_bytes for record in records.values()),
-            num_tensors=max((plan.num_tensors for plan in plans), default=0),
-            checksum_ok=self._all_equal(records, failed) if self._driver.verify else None,
-            checksum_mismatches=mismatches,
-            num_deltas=sum(records[n].is_delta for n in ready),
-            wire_hash=hashes[ready[0]] if ready else None,
-            probe_error=max(
-                (error for n in ready if (error := records[n].probe_error) is not None),
-                default=None,
-            ),
-        )
-
-    def _all_equal(self, records: Mapping[int, Any], failed: Mapping[int, str]) -> bool:
-        return not any(records[number].mismatches for number in failed)
+        num_tensors = max((plan.num_tensors for plan in plans), default=0)
+        verify = self._driver.verify
+        return SyncReport.of(version, records, failed, seconds, num_tensors, is_verified=verify)
 
     def _replica(self, number: int) -> JoiningReplica:
         if number not in self._replicas:

@@ -8,7 +8,7 @@ that dies takes one small group with it and the others go on. On the wire every 
 of bytes; sizes follow from the plan that both ends have checked, so no header travels.
 
 This file has what every kind of group shares, and gloo, which moves bytes between hosts' memory;
-`nccl.py` moves them between GPUs.
+`nccl.py` moves them between GPUs, `ipc.py` between GPUs of one host.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from m3rl.weight_sync.errors import TransportError
 from m3rl.weight_sync.lane import POLL_S
 
-BACKENDS = ("gloo", "nccl")
+BACKENDS = ("gloo", "nccl", "ipc")
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -241,6 +241,10 @@ class Transport:
         try:
             if spec.backend == "gloo":
                 return Transport(_gloo(spec, rank, store, timeout), spec, rank, store)
+            if spec.backend == "ipc":
+                from m3rl.weight_sync.ipc import IpcTransport
+
+                return IpcTransport.meet(spec, rank, store, device)
             # Only here: it needs a build of torch with NCCL.
             from m3rl.weight_sync.nccl import NcclTransport
 

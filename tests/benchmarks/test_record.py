@@ -60,6 +60,15 @@ def test_a_record_outside_the_schema_is_refused_and_not_written(tmp_path, fields
     assert not (tmp_path / "demo.jsonl").exists()
 
 
+def test_results_that_are_named_as_a_file_are_one(tmp_path):
+    file = tmp_path / "new" / "x.jsonl"
+    for bench in ("demo", "engine"):
+        write_record(bench, "x", results=file, value=1.0, correct=CORRECT)
+    benches = [json.loads(line)["bench"] for line in file.read_text().splitlines()]
+    assert benches == ["demo", "engine"]
+    assert list(file.parent.iterdir()) == [file]
+
+
 def test_a_bench_without_a_name_in_the_design_is_refused(tmp_path):
     with pytest.raises(ValueError, match="bench='demos'; use one of index_decode"):
         write_record("demos", "x", results=tmp_path, value=1.0, correct=CORRECT)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from benchmarks.kernels.harness import Bench, Timing
 from benchmarks.weight_sync import bench_config
 from inference.config import ModelConfig
 from inference.models.weights import published_tensors
@@ -21,14 +22,15 @@ def test_the_bench_moves_twenty_gigabytes_in_the_shapes_of_m3():
 @pytest.mark.slow
 def test_the_small_form_records_syncs_baselines_and_the_receiving_side(tmp_path):
     command = [sys.executable, "-m", "benchmarks.weight_sync", "--cpu", "--results", str(tmp_path)]
-    subprocess.run([*command, "--quantization", "mxfp8"], check=True, timeout=250)
+    parts = ["--only", "baselines", "receive", "wire", "delta", "--quantization", "mxfp8"]
+    subprocess.run([*command, *parts], check=True, timeout=250)
     records = [json.loads(line) for line in (tmp_path / "weight_sync.jsonl").open()]
     assert [record.get("peer") for record in records] == [
         None,
         None,
         "packed broadcast in turn",
         "packed broadcast overlapped",
-        "one call a tensor",
+        "one call a tensor over pipes",
         "a write a tensor",
         None,
         None,
@@ -37,3 +39,16 @@ def test_the_small_form_records_syncs_baselines_and_the_receiving_side(tmp_path)
     assert "quantised by the sender" in records[-2]["case"]
     assert records[-1]["value"]["largest_share"] == records[-1]["correct"]["largest_share"] < 0.01
     assert records[0]["value"]["busiest_share"] == 1
+
+
+@pytest.mark.slow
+def test_the_simplest_baseline_can_go_through_ray(tmp_path):
+    pytest.importorskip("ray")
+    from benchmarks import sync_ray
+
+    bench = Bench(60.0, results=tmp_path)
+    sync_ray.measure(bench, "none", ["cpu", "cpu"], "gloo", Timing(1, 1, 1), 1, is_small=True)
+    (line,) = (tmp_path / "weight_sync.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert record["peer"] == "one call a tensor through Ray"
+    assert record["correct"] == {"tensors_differ": 0.0}

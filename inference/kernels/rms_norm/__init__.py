@@ -2,6 +2,7 @@
 
 from typing import overload
 
+import torch
 from torch import Tensor
 
 from inference.kernels.dispatch import expect_dtype, expect_shape, use_kernel
@@ -23,7 +24,9 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """x · rsqrt(mean(x²) + eps) · (1 + weight): FP32 inside, one cast to the dtype of `x_TC`.
 
-    Differentiable on the CPU only.
+    The CPU keeps FP64 FP64. Differentiable in `x_TC`, `weight_C` and `residual`: once on CUDA,
+    where the same inputs give the same bits. Kept for the backward pass: what was normed (`x_TC`
+    or the new stream).
 
     Args:
         x_TC: [..., C].
@@ -39,6 +42,10 @@ def rms_norm(
         expect_shape("rms_norm", "residual", residual, tuple(x_TC.shape))
         expect_dtype("rms_norm", "residual", residual, x_TC.dtype)
     if on_gpu:
+        if torch.is_grad_enabled():
+            from inference.kernels.rms_norm.function import RMSNorm
+
+            return RMSNorm.apply(x_TC, weight_C, eps, residual)
         from inference.kernels.rms_norm import kernel
 
         return kernel.rms_norm(x_TC, weight_C, eps, residual)

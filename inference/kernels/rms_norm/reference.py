@@ -5,9 +5,13 @@ from torch import Tensor
 
 
 def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x · rsqrt(mean(x²) + eps) · (1 + weight) over the last dimension, in FP32 and left there."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1.0 + weight.float())
+    """x · rsqrt(mean(x²) + eps) · (1 + weight) over the last dimension, in FP32 and left there.
+
+    FP64 stays FP64.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    gain = 1.0 + weight.to(x.dtype)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
 
 
 def rms_norm(

@@ -9,6 +9,15 @@ from inference.kernels.hardware import USE_PDL
 
 
 @triton.jit
+def clamped(b_gate, b_up, limit):
+    """min(gate, limit) and clamp(up, ±limit) in FP32; NaN stays NaN, as in torch."""
+    nan: tl.constexpr = tl.PropagateNan.ALL
+    b_gate = tl.minimum(b_gate.to(tl.float32), limit, propagate_nan=nan)
+    b_up = tl.maximum(b_up.to(tl.float32), -limit, propagate_nan=nan)
+    return b_gate, tl.minimum(b_up, limit, propagate_nan=nan)
+
+
+@triton.jit
 def _swiglu_oai_kernel(
     gate_up_ptr,
     out_ptr,
@@ -28,10 +37,9 @@ def _swiglu_oai_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    b_gate = tl.load(p_gate, mask=m_i, other=0.0).to(tl.float32)
-    b_up = tl.load(p_gate + width, mask=m_i, other=0.0).to(tl.float32)
-    b_gate = tl.minimum(b_gate, limit)
-    b_up = tl.minimum(tl.maximum(b_up, -limit), limit)
+    b_gate = tl.load(p_gate, mask=m_i, other=0.0)
+    b_up = tl.load(p_gate + width, mask=m_i, other=0.0)
+    b_gate, b_up = clamped(b_gate, b_up, limit)
     b_out = b_gate * tl.sigmoid(alpha * b_gate) * (b_up + beta)
     tl.store(out_ptr + i_row * width + o_i, b_out.to(out_ptr.dtype.element_ty), mask=m_i)
 

@@ -5,7 +5,8 @@ from torch import Tensor
 
 
 def swiglu_oai(gate_up_TX: Tensor, alpha: float, limit: float, beta: float) -> Tensor:
-    gate, up = gate_up_TX.float().chunk(2, dim=-1)
+    dtype = torch.promote_types(gate_up_TX.dtype, torch.float32)
+    gate, up = gate_up_TX.to(dtype).chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
     return (gate * torch.sigmoid(alpha * gate) * (up + beta)).to(gate_up_TX.dtype)

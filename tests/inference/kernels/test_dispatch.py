@@ -26,6 +26,7 @@ from inference.kernels.msa_varlen import msa_varlen
 from inference.kernels.packing import Packing
 from inference.kernels.paged_attention import paged_attention
 from inference.kernels.paging import LayerPages, PagedBatch
+from inference.kernels.qk_norm_rope import qk_norm_rope
 from inference.kernels.qk_norm_rope_write import QKNorms, qk_norm_rope_write
 from inference.kernels.rms_norm import rms_norm
 from inference.kernels.router import router
@@ -162,6 +163,12 @@ CALLS: dict[str, Callable[[Device], object]] = {
     "mxfp8": call_mxfp8,
     "paged_attention": call_paged_attention,
     "qk_norm_rope_write": call_qk_norm_rope_write,
+    "qk_norm_rope": lambda device: qk_norm_rope(
+        torch.zeros(1, 1, 4, device=device),
+        torch.zeros(4, device=device),
+        torch.zeros(1, 2, device=device),
+        eps=1e-6,
+    ),
     "rms_norm": lambda device: rms_norm(
         torch.zeros(1, 4, device=device), torch.zeros(4, device=device), 1e-6
     ),

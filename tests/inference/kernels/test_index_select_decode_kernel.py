@@ -75,8 +75,9 @@ def test_each_query_token_sees_its_own_keys(paged, kernel_device, queries):
     assert torch.equal(select(case, index_q.to(kernel_device), 3).cpu(), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("queries", "num_heads"), [(1, 4), (3, 2)])
+@pytest.mark.parametrize(
+    ("queries", "num_heads", "dtype"), [(1, 4, torch.float32), (3, 2, torch.float16)]
+)
 def test_shared_pages_change_nothing(paged, kernel_device, queries, num_heads, dtype):
     """A group of 18 is cut into parts of 16 and 2; another has 3; two decodes are alone."""
     seq_lens = [30 + 2 * place for place in range(18)] + [24, 31, 25] + [9, 0]

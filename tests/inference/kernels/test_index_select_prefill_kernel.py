@@ -23,15 +23,17 @@ def choose(case, index_q, topk: int, local: int, device) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "seq_lens"),
+    ("query_lens", "seq_lens", "topk", "local"),
     [
-        ([5], [5]),
-        ([1, 1, 7, 7, 63], [40, 129, 7, 23, 63]),
-        ([1, 20, 3], [9, 61, 40]),
-        ([70], [99]),
+        ([5], [5], 3, 0),
+        ([5], [5], 16, 2),
+        ([1, 1, 7, 7, 63], [40, 129, 7, 23, 63], 3, 0),
+        ([1, 1, 7, 7, 63], [40, 129, 7, 23, 63], 16, 2),
+        ([1, 20, 3], [9, 61, 40], 1, 1),
+        ([1, 20, 3], [9, 61, 40], 3, 0),
+        ([70], [99], 16, 2),
     ],
 )
-@pytest.mark.parametrize(("topk", "local"), [(1, 1), (3, 0), (16, 2)])
 def test_choice_equals_the_reference(paged, kernel_device, query_lens, seq_lens, topk, local):
     case = paged(query_lens, seq_lens, page_size=4)
     index_q = case.randn(case.num_tokens, 2, 8)
@@ -55,7 +57,7 @@ def test_other_shapes(paged, kernel_device, page_size, num_heads, index_dim, dty
 
 
 def test_slabs_and_shares_of_any_size_choose_the_same(paged, kernel_device, monkeypatch):
-    case = paged([1, 40, 5, 33], [30, 61, 5, 40], page_size=4)
+    case = paged([1, 24, 5, 17], [30, 45, 5, 24], page_size=4)
     index_q = case.randn(case.num_tokens, 2, 8)
     expected = choose(case, index_q, 3, 1, kernel_device)[1]
     *scorer, rows, _ = kernel._scorer(index_q.to(kernel_device), case.pages.index_pages)

@@ -54,3 +54,10 @@ def test_gradients_are_those_of_the_formula():
 def test_a_weight_of_another_width_is_refused():
     with pytest.raises(ValueError, match=r"weight_C has shape \(5,\), needs \(4,\)"):
         rms_norm(torch.zeros(2, 4), torch.zeros(5), 1e-6)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_fp64_stays_fp64_and_its_gradients_are_those_of_differences(has_residual):
+    shapes = [(3, 6), (6,), (3, 6)][: 2 + has_residual]
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(lambda x, weight, *r: rms_norm(x, weight, 0.1, *r), leaves)

@@ -76,11 +76,11 @@ def test_equal_sums_go_to_the_lowest_id(temperature, level, kernel_device):
 
 def test_loose_bounds_open_as_many_groups_as_it_takes(kernel_device):
     """Three likely tokens: noise of all sizes wins, and the largest bound is not always its."""
-    logits = torch.full((50, 4096), -30.0)
+    logits = torch.full((25, 4096), -30.0)
     logits[:, [17, 1300, 3100]] = torch.tensor([3.0, 3.1, 2.9])
     logits = logits.to(kernel_device)
-    seeds = list(range(50))
-    wanted = reference.sample_logprob(logits, **settings(50, kernel_device, seeds=seeds))
+    seeds = list(range(25))
+    wanted = reference.sample_logprob(logits, **settings(25, kernel_device, seeds=seeds))
     assert wanted.ids_R.unique().tolist() == [17, 1300, 3100]
     assert torch.equal(draw(logits, False, seeds=seeds).ids_R, wanted.ids_R)
 

@@ -51,6 +51,20 @@ def test_gradients_stop_at_the_clamps():
     torch.testing.assert_close(gate_up.grad, torch.cat([d_gate, d_up])[None])
 
 
+def test_a_value_at_its_limit_passes_its_gradient_and_nan_stays():
+    gate_up = torch.tensor([[7.0, 7.5, 1.0, -7.0]], requires_grad=True)
+    swiglu_oai(gate_up, **M3).sum().backward()
+    assert gate_up.grad[0, 0] != 0
+    assert gate_up.grad[0, 1] == 0
+    assert gate_up.grad[0, 3] != 0
+    assert swiglu_oai(torch.tensor([[torch.nan, 1.0, 1.0, torch.nan]]), **M3).isnan().all()
+
+
+def test_fp64_stays_fp64_and_its_gradients_are_those_of_differences():
+    gate_up = (torch.randn(5, 12, dtype=torch.float64) * 2).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: swiglu_oai(x, alpha=1.7, limit=2.5), gate_up)
+
+
 def test_an_odd_width_is_refused():
     with pytest.raises(ValueError, match="width 5 is not gates and as many ups"):
         swiglu_oai(torch.zeros(2, 5), **M3)

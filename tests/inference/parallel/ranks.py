@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from inference.parallel.config import ParallelConfig
 from inference.parallel.groups import ParallelGroups
+from tests.forked import PROCESSES
 
 Answer = tuple[str, Any]
 """('ok', result), ('error', message) or ('died', exit code)."""
@@ -23,13 +23,14 @@ class Ranks:
     """`world` processes; they live until `close`, whatever a call does to them."""
 
     def __init__(self, world: int, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world):
-            ours, theirs = context.Pipe()
+            ours, theirs = PROCESSES.Pipe()
             store = str(folder / "store")
-            process = context.Process(target=_serve, args=(rank, world, store, theirs), daemon=True)
+            process = PROCESSES.Process(
+                target=_serve, args=(rank, world, store, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)

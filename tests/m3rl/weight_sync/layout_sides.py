@@ -12,6 +12,7 @@ from inference.config import EngineConfig
 from inference.engine.loading import WeightLoader
 from inference.engine.weights import WeightMemory
 from inference.models.minimax_m3 import MiniMaxM3
+from inference.models.weights import transformers_placement
 from inference.parallel.config import ParallelConfig
 from m3rl.types import Receiver
 from m3rl.weight_sync.layout import Bounds
@@ -52,7 +53,8 @@ class LayoutTrainer:
         self.sender: Sender | None = None
 
     def shard(self, split: TrainerShards) -> None:
-        held = trainer_layout(tuple(self._slots.values()), split, self._rank)
+        places = transformers_placement(MODEL)
+        held = trainer_layout(tuple(self._slots.values()), places, split, self._rank)
         self.sender = Sender(self._rank, held, self.read)
 
     def step(self, num_steps: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inference.config import ModelConfig
-from inference.models.weights import published_tensors
+from inference.models.weights import published_tensors, transformers_placement
 from inference.parallel.config import ParallelConfig
 from inference.parallel.shards import runtime_shards
 from m3rl.types import TensorSlot
@@ -46,7 +46,8 @@ def published(model: ModelConfig = MODEL) -> list[TensorSlot]:
 
 def trainer(split: TrainerShards, model: ModelConfig = MODEL) -> list[tuple[TensorSlot, ...]]:
     tensors = published(model)
-    return [trainer_layout(tensors, split, rank) for rank in range(split.world)]
+    places = transformers_placement(model)
+    return [trainer_layout(tensors, places, split, rank) for rank in range(split.world)]
 
 
 def replica(

@@ -102,8 +102,26 @@ def test_mxfp8_on_the_wire_is_33_bytes_a_block():
     assert simulate([[sent]], [[stored]], links=BARE).received_bytes == (256,)
     assert simulate([[sent]], [[stored]], links=BARE, wire="mxfp8").received_bytes == (132,)
     assert simulate([[sent]], [[sent]], links=BARE, wire="mxfp8").received_bytes == (256,)
-    with pytest.raises(ValueError, match="wire='fp4' is unknown; use one of"):
+    with pytest.raises(ValueError, match="wire='fp4' is not known; use one of"):
         simulate([[sent]], [[sent]], wire="fp4")
+
+
+def test_replicas_take_from_the_ranks_by_turns():
+    links = dataclasses.replace(BARE, gpus_per_node=1)
+    found = simulate([held()] * 2, [held()], num_replicas=2, links=links)
+    assert found.sent_bytes == (100, 100)
+    assert found.seconds == pytest.approx(1.0)
+    alike = simulate([held()] * 2, [held()], num_replicas=2, takes_turns=False, links=links)
+    assert alike.sent_bytes == (200, 0)
+    assert alike.seconds == pytest.approx(2.0)
+
+
+def test_a_bucket_that_stands_for_several_begins_with_several_ranks():
+    layout = held(bucket="layer.0")
+    once = simulate([layout] * 4, [layout], repeats={"layer.0": 4}, links=BARE)
+    many = [each for i in range(4) for each in held(bucket=f"layer.{i}")]
+    assert once == simulate([many] * 4, [many], links=BARE)
+    assert once.balance <= 2.0  # all from the same one would be 4
 
 
 def one_of_each_kind(model: ModelConfig) -> tuple[ModelConfig, dict[str, int]]:
@@ -165,6 +183,11 @@ def released(
         ),
         (TrainerShards(64, replicas=2, ep=8), ParallelConfig(1, 16), 4, {}, 1.10),
         (TrainerShards(192, ep=64), ParallelConfig(1, 16), 4, {}, 1.10),
+        (TrainerShards(128, ep=8), ParallelConfig(1, 8), 16, {}, 2.13),
+        (TrainerShards(7, replicas=7), ParallelConfig(), 3, {}, 17.05),
+        (TrainerShards(32, replicas=32), ParallelConfig(4, 4), 8, {}, 4.39),
+        (TrainerShards(64, replicas=64), ParallelConfig(1, 8), 8, {}, 2.13),
+        (TrainerShards(128, replicas=128), ParallelConfig(16, 1), 8, {}, 1.07),
     ],
     ids=str,
 )

@@ -240,33 +240,6 @@ def test_a_base_that_is_not_what_it_should_be_is_seen_and_mended(has_shadow):
     assert_same(engine, trainer)
 
 
-def test_a_worker_that_holds_another_base_refuses_and_then_takes_all():
-    trainer = Trainer()
-    engine = FakeEngine(layout())
-    sync, _, workers = local_sync({0: [engine]}, trainer.ranks, delta_full_every=9)
-    sync.sync(0)
-    workers[0][0].receiver._base = 77
-    del engine.events[:]
-    trainer.step()
-    with pytest.raises(SyncError, match="replica 0 worker 0 holds the weights of sync 77, and the"):
-        sync.sync(1)
-    assert engine.events == []
-    assert sync.states() == {0: "READY(0)"}
-    assert sync.sync(1).num_deltas == 0
-    assert_same(engine, trainer)
-
-
-def test_a_rank_that_does_not_know_the_base_refuses():
-    trainer = Trainer()
-    engine = FakeEngine(layout())
-    sync, _, _ = local_sync({0: [engine]}, trainer.ranks, delta_full_every=9)
-    sync.sync(0)
-    trainer.ranks[0].sender._snapshots.clear()
-    with pytest.raises(SyncError, match="trainer rank 0 knows the weights of sync None, not those"):
-        sync.sync(1)
-    assert sync.sync(1).num_deltas == 0
-
-
 @pytest.mark.parametrize("has_shadow", [True, False])
 def test_a_delta_that_breaks_off_leaves_what_a_broken_full_sync_leaves(monkeypatch, has_shadow):
     trainer = Trainer()

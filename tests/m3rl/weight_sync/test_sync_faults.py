@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 
 import pytest
@@ -105,6 +106,36 @@ def test_a_fault_that_does_not_repeat_is_mended_by_the_retry():
     assert phases(sync)[2:] == ["stream", "verify", "stream", "verify", "commit", "resume"]
 
 
+def test_a_part_that_comes_into_place_twice_is_not_committed():
+    engine = FakeEngine(layout())
+    sync, _, _ = local_sync({0: [engine]})
+    written = engine.written
+
+    def twice(first, last):
+        written(first, last)
+        if first == 0:
+            written(first, last)
+
+    engine.written = twice
+    with pytest.raises(SyncError, match="replica 0 worker 0"):
+        sync.sync(1)
+    assert sync.states() == {0: "POISONED"}
+    assert "commit" not in engine.events
+    assert not engine.serves
+
+
+@pytest.mark.parametrize("options", [{}, {"delta_full_every": 9}])
+def test_equal_weights_three_times_are_three_versions_of_the_same_bits(options):
+    engine = FakeEngine(layout())
+    sync, senders, _ = local_sync({0: [engine]}, **options)
+    senders.load(1)
+    reports = [sync.sync(version) for version in (1, 2, 3)]
+    assert len({report.wire_hash for report in reports}) == 1
+    assert [report.num_deltas for report in reports] == [0, *[len(options)] * 2]
+    assert (engine.version, engine.events.count("commit")) == (3, 3)
+    assert_holds(engine.tensors, layout(), 1)
+
+
 def test_too_few_ready_replicas_are_an_error_that_says_why():
     engines = {0: [FakeEngine(layout(), drop_a_write)], 1: [FakeEngine(layout())]}
     sync, senders, _ = local_sync(engines, min_replicas=2)
@@ -114,11 +145,12 @@ def test_too_few_ready_replicas_are_an_error_that_says_why():
     assert sync.ready(4) == [1]
 
 
-def test_nan_is_refused_and_the_replica_serves_nothing():
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused_and_the_replica_serves_nothing(bad):
     engine = FakeEngine(layout())
     sync, senders, _ = local_sync({0: [engine]})
     sync.sync(1)
-    senders.ranks[0].weights[EXPERT.format(2)][1, 1] = float("nan")
+    senders.ranks[0].weights[EXPERT.format(2)][1, 1] = bad
     with pytest.raises(SyncError, match=r"NaN or infinity in .*experts.2.w1.weight\[0:5,0:6\]"):
         sync.sync(2)
     assert sync.states() == {0: "POISONED"}
@@ -144,9 +176,10 @@ def test_trainer_ranks_that_have_drifted_apart_are_found():
     plan = sync.plan(0)
     assert plan is not None
     # Both workers hold it; each gets it from another trainer rank.
-    assert {op.sender for op in plan.ops if op.name == EXPERT.format(3)} == {0, 1}
-    ranks[1].weights[EXPERT.format(3)][4, 5] += 1
-    with pytest.raises(SyncError, match=r"ranks 0 and 1 hold different bits of .*experts\.3\.w1"):
+    senders = {name: {op.sender for op in plan.ops if op.name == name} for name in ranks[1].weights}
+    name = next(name for name, found in senders.items() if found == {0, 1})
+    ranks[1].weights[name].view(-1)[-1] += 1
+    with pytest.raises(SyncError, match=rf"ranks 0 and 1 hold different bits of {re.escape(name)}"):
         sync.sync(2)
 
 

@@ -170,7 +170,7 @@ def flip_in(name: str):
 
 @pytest.mark.usefixtures("_store_without_sockets")
 @pytest.mark.parametrize("fault", ["a flipped bit", "another version serves"])
-def test_a_hand_over_that_cannot_be_trusted_is_not_committed(monkeypatch, fault):
+def test_a_hand_over_that_cannot_be_trusted_is_not_committed(monkeypatch, caplog, fault):
     engines = {r: GivingEngine(layout()) for r in range(2)}
     sync, senders, _ = local_driver(engines)
     senders.load(1)
@@ -180,18 +180,21 @@ def test_a_hand_over_that_cannot_be_trusted_is_not_committed(monkeypatch, fault)
     if fault == "a flipped bit":
         receive = hand_over._receive
 
-        def damaged(pieces: list[Piece], *args):
-            receive(pieces, *args)
-            memory = dict(pieces)[EXPERT.format(2)]
-            memory.view(torch.int16)[0, 0] ^= 1
-            held = hand_over._Hashes(pieces)
-            held.launch()
-            return held.read()
+        def damaged(pieces: list[Piece], hashes, *args):
+            receive(pieces, hashes, *args)
+            dict(pieces)[EXPERT.format(2)].view(torch.int16)[0, 0] ^= 1
+            hashes._table.reset()
+            hashes.launch()
+            return hashes.read()
 
         monkeypatch.setattr(hand_over, "_receive", damaged)
     else:
         engines[0].version = 7  # behind the driver's back, from disk say
-    sync.bring(1, 1, coming)
+    assert sync.bring(1, 1, coming) == [], "the peer is as it was"
+    assert sync.states()[0] == "READY(1)"
+    assert ("worker 0 holds other bits than version 1 has in 1 te" in caplog.text) == (
+        fault == "a flipped bit"
+    )
     came_to = ["prepare", "stream"] if fault == "a flipped bit" else ["prepare"]
     assert phases(sync, 1) == [*came_to, *SYNCED]
     assert engines[1].events.count("commit") == 1

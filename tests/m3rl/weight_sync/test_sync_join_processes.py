@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.remote import RemoteProcess
 from m3rl.weight_sync import hand_over
 from tests.m3rl.weight_sync.joining import SYNCED, TAKEN, GivingEngine, phases
+from tests.m3rl.weight_sync.processes import ForkedProcess
 from tests.m3rl.weight_sync.sync_fakes import (
     ReplicaBody,
     TrainerRank,
@@ -55,27 +55,27 @@ class Body(ReplicaBody):
 
 
 @pytest.fixture
-def processes() -> Iterator[tuple[RemoteProcess, dict[int, list[RemoteProcess]]]]:
+def processes() -> Iterator[tuple[ForkedProcess, dict[int, list[ForkedProcess]]]]:
     """A trainer rank, and two replicas of two row-sharded workers."""
-    rank = RemoteProcess(TrainerRank, 0, 1)
-    replicas = {r: [RemoteProcess(Body, i, 2) for i in range(2)] for r in range(2)}
+    rank = ForkedProcess(TrainerRank, 0, 1)
+    replicas = {r: [ForkedProcess(Body, i, 2) for i in range(2)] for r in range(2)}
     yield rank, replicas
     for process in [rank, *replicas[0], *replicas[1]]:
         process.end()
 
 
-def holds(worker: RemoteProcess, rank: int, version: int, seed: int) -> None:
+def holds(worker: ForkedProcess, rank: int, version: int, seed: int) -> None:
     held_version, tensors = worker.call("snapshot").result(TIMEOUT_S)
     assert held_version == version
     assert_holds(tensors, layout(rank, 2), seed)
 
 
-def replaced(replicas: dict[int, list[RemoteProcess]], replica: int) -> list[RemoteProcess]:
+def replaced(replicas: dict[int, list[ForkedProcess]], replica: int) -> list[ForkedProcess]:
     """The replica dies; fresh processes are in its place."""
     for worker in replicas[replica]:
         worker.kill()
         worker.end()
-    replicas[replica][:] = [RemoteProcess(Body, i, 2) for i in range(2)]
+    replicas[replica][:] = [ForkedProcess(Body, i, 2) for i in range(2)]
     return replicas[replica]
 
 

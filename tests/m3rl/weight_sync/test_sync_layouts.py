@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.remote import RemoteProcess
 from inference.parallel.config import ParallelConfig
 from m3rl.weight_sync.sync import WeightSync
 from m3rl.weight_sync.trainer_layout import TrainerShards
 from tests.m3rl.weight_sync.layout_sides import LayoutTrainer, LayoutWorker
+from tests.m3rl.weight_sync.processes import ForkedProcess
 from tests.m3rl.weight_sync.sync_fakes import RemoteSenders
 
 WAIT_S = 120.0
@@ -33,7 +33,7 @@ CASES += [("fsdp", "dp4 ep4", "mxfp8"), ("ep4", "dp4 ep4", "mxfp8_released")]
 
 
 class Worker:
-    def __init__(self, process: RemoteProcess) -> None:
+    def __init__(self, process: ForkedProcess) -> None:
         self.attach = process.attach
         self._process = process
 
@@ -43,14 +43,14 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def processes():
-    ranks = [RemoteProcess(LayoutTrainer, rank) for rank in range(4)]
-    workers = [RemoteProcess(LayoutWorker, rank) for rank in range(4)]
+    ranks = [ForkedProcess(LayoutTrainer, rank) for rank in range(4)]
+    workers = [ForkedProcess(LayoutWorker, rank) for rank in range(4)]
     yield ranks, workers
     for process in [*ranks, *workers]:
         process.end()
 
 
-def on_all(processes: list[RemoteProcess], method: str, *args: Any) -> list[Any]:
+def on_all(processes: list[ForkedProcess], method: str, *args: Any) -> list[Any]:
     return [f.result(WAIT_S) for f in [p.call(method, *args) for p in processes]]
 
 

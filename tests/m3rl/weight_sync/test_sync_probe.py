@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from m3rl.grpo.micro import MicroBatch
 from m3rl.policy import Policy
 from m3rl.rollout.m3_replica import M3Replica, ReplicaSettings
 from m3rl.weight_sync import transport as transport_module
@@ -47,9 +48,7 @@ class Trainer:
     """A policy and its sender; `names` says which tensor is sent under another's name."""
 
     def __init__(self, path: Path, names: dict[str, str] | None = None) -> None:
-        self.policy = Policy.for_model(
-            path, dtype="float32", attention="sdpa", replay_routing=False
-        )
+        self.policy = Policy.for_model(path, dtype="float32")
         self.policy.load(path)
         self._names = names or {}
         self.sender = Sender(0, self.policy.layout(), self.read, stays=True)
@@ -59,13 +58,19 @@ class Trainer:
 
     def scores(self, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
         batch = probe_batch(prompts)
-        ids, lengths, mask = map(
-            torch.from_numpy, (batch.ids_BS, batch.length_B, batch.loss_mask_BS)
-        )
         logprobs_BS = np.zeros(batch.ids_BS.shape, np.float32)
+        micro = MicroBatch.of(
+            np.arange(len(prompts)),
+            batch.ids_BS,
+            batch.length_B,
+            batch.loss_mask_BS,
+            torch.device("cpu"),
+        )
         with torch.no_grad():
-            logprobs_T, _ = self.policy(ids, lengths, mask, temperature=batch.temperature)
-        logprobs_BS[batch.loss_mask_BS] = logprobs_T.numpy()
+            logprobs_M, _ = self.policy(
+                micro.ids_T, micro.packing, micro.targets_M, temperature=batch.temperature
+            )
+        micro.put(logprobs_M, logprobs_BS)
         return scores_of(batch, logprobs_BS)
 
     def __getattr__(self, name: str):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+import signal
+import threading
 
-from benchmarks.remote import RemoteProcess
+import pytest
+from torch import Tensor
+
+from m3rl.weight_sync.layout import Bounds
 from m3rl.weight_sync.sync import WeightSync
+from tests.m3rl.weight_sync.processes import ForkedProcess
 from tests.m3rl.weight_sync.sync_fakes import (
     EXPERT,
     RemoteSenders,
@@ -21,8 +27,8 @@ TIMEOUT_S = 60.0
 @pytest.fixture(scope="module")
 def processes():
     """Two trainer ranks (row shards) and four workers: two replicas of two row-sharded workers."""
-    ranks = [RemoteProcess(TrainerRank, rank, 2) for rank in range(2)]
-    workers = [RemoteProcess(ReplicaBody, i % 2, 2) for i in range(4)]
+    ranks = [ForkedProcess(TrainerRank, rank, 2) for rank in range(2)]
+    workers = [ForkedProcess(ReplicaBody, i % 2, 2) for i in range(4)]
     yield ranks, workers
     for process in [*ranks, *workers]:
         process.end()
@@ -84,7 +90,7 @@ def test_two_sharded_trainer_ranks_bring_two_sharded_replicas_from_a_to_b_to_a(p
 
 
 def test_one_trainer_rank_brings_one_replica_from_a_to_b_to_a():
-    rank, worker = RemoteProcess(TrainerRank, 0, 1), RemoteProcess(ReplicaBody, 0, 1)
+    rank, worker = ForkedProcess(TrainerRank, 0, 1), ForkedProcess(ReplicaBody, 0, 1)
     try:
         sync = driver([rank], {0: [worker]})
         for version, seed in enumerate([1, 2, 1], start=1):
@@ -103,7 +109,7 @@ def test_a_worker_killed_amid_a_stream_costs_one_replica_and_comes_back(processe
     load(ranks, 3)
     assert sync.sync(1).ready == (0, 1)
     load(ranks, 4)
-    workers[3].call("die_in_write", EXPERT.format(2)).result(TIMEOUT_S)
+    workers[3].call("die_in_write", EXPERT.format(1)).result(TIMEOUT_S)
     report = sync.sync(2)
     assert report.ready == (0,)
     assert "replica 1 worker 1: RuntimeError: the process died" in report.failed[1]
@@ -115,7 +121,7 @@ def test_a_worker_killed_amid_a_stream_costs_one_replica_and_comes_back(processe
     assert workers[2].call("snapshot").result(TIMEOUT_S)[0] is None
 
     workers[3].end()
-    workers[3] = replicas[1][1] = RemoteProcess(ReplicaBody, 1, 2)
+    workers[3] = replicas[1][1] = ForkedProcess(ReplicaBody, 1, 2)
     sync.connect(1, replicas[1])
     assert sync.states() == {0: "READY(2)", 1: "EMPTY"}
     assert sync.sync(2, [1]).ready == (1,)
@@ -126,6 +132,44 @@ def test_a_worker_killed_amid_a_stream_costs_one_replica_and_comes_back(processe
     for each in replicas.values():
         for rank, worker in enumerate(each):
             holds(worker, rank, 2, 3, 5)
+
+
+class DyingRank(TrainerRank):
+    """Dies where a tensor is read to be sent, buckets after the first."""
+
+    deadly = ""
+
+    def die_in_read(self, name: str) -> None:
+        self.deadly = name
+
+    def read(self, name: str, bounds: Bounds) -> Tensor:
+        if name == self.deadly and threading.current_thread().name.startswith("sync-replica"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(name, bounds)
+
+
+def test_a_trainer_rank_killed_amid_a_stream_is_named_at_once_and_nothing_serves(processes):
+    _, workers = processes
+    ranks = [ForkedProcess(DyingRank, rank, 2) for rank in range(2)]
+    try:
+        sync = driver(ranks, {0: workers[:2]}, min_replicas=0)
+        load(ranks, 6)
+        assert sync.sync(1).ready == (0,)
+        load(ranks, 7)
+        ranks[1].call("die_in_read", EXPERT.format(2)).result(TIMEOUT_S)
+        report = sync.sync(2)
+        assert report.ready == ()
+        assert "trainer rank 1: RuntimeError: the process died" in report.failed[0]
+        assert report.seconds < TIMEOUT_S  # nobody waited for the deadline
+        assert sync.states() == {0: "POISONED"}
+        for worker in workers[:2]:  # of which one may not have begun yet
+            assert worker.call("snapshot").result(TIMEOUT_S)[0] in (None, 1)
+            events = worker.call("events").result(TIMEOUT_S)
+            assert events[-1] != "resume"
+            assert events.count("commit") == events.count("resume") == events.count("pause") - 1
+    finally:
+        for process in ranks:
+            process.end()
 
 
 class SteppingRank(TrainerRank):
@@ -141,8 +185,8 @@ class SteppingRank(TrainerRank):
 
 def test_a_worker_killed_amid_a_delta_costs_one_replica_and_then_takes_all():
     name = EXPERT.format(2)
-    ranks = [RemoteProcess(SteppingRank, rank, 2) for rank in range(2)]
-    workers = [RemoteProcess(ReplicaBody, 0, 1) for _ in range(2)]
+    ranks = [ForkedProcess(SteppingRank, rank, 2) for rank in range(2)]
+    workers = [ForkedProcess(ReplicaBody, 0, 1) for _ in range(2)]
     try:
         replicas = {0: [workers[0]], 1: [workers[1]]}
         sync = driver(ranks, replicas, delta_full_every=9)
@@ -159,7 +203,7 @@ def test_a_worker_killed_amid_a_delta_costs_one_replica_and_then_takes_all():
                 assert "replica 1 worker 0: RuntimeError: the process died" in report.failed[1]
                 assert sync.states() == {0: "READY(2)", 1: "POISONED"}
                 workers[1].end()
-                workers[1] = replicas[1][0] = RemoteProcess(ReplicaBody, 0, 1)
+                workers[1] = replicas[1][0] = ForkedProcess(ReplicaBody, 0, 1)
                 sync.connect(1, replicas[1])
         assert deltas == [0, 2, 1, 1]
         truth = ranks[0].call("held", name).result(TIMEOUT_S)

@@ -8,6 +8,7 @@ import pytest
 
 from m3rl.weight_sync import transport as transport_module
 from m3rl.weight_sync.errors import SyncError
+from m3rl.weight_sync.receive import ReceiverState
 from tests.m3rl.weight_sync.sync_fakes import (
     EXPERT,
     TENSORS,
@@ -105,19 +106,63 @@ def test_wrong_bits_never_reach_what_serves():
     assert_holds(engine.tensors, layout(), 1)
 
 
-def test_a_commit_that_fails_poisons():
+def fail() -> None:
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("where", ["on the way", "in the engine"])
+def test_a_commit_that_is_refused_leaves_the_old_version_serving(monkeypatch, where):
     engine = FakeEngine(layout(), has_shadow=True)
-    sync, senders, workers = local_sync({0: [engine]}, timeout_s=5.0)
+    sync, senders, workers = local_sync({0: [engine]})
+    senders.load(1)
+    sync.sync(1)
+    senders.load(2)
+    with monkeypatch.context() as patched:
+        if where == "on the way":
+            patched.setitem(workers[0][0].before, "commit", fail)
+        else:
+            patched.setattr(engine, "commit", fail)
+        assert "commit: replica 0 worker 0: RuntimeError: out of memory" in sync_failure(sync, 2)
+    assert sync.states() == {0: "READY(1)"}
+    receiver = workers[0][0].receiver
+    assert (receiver.state, receiver.version) == (ReceiverState.READY, 1)
+    assert (engine.serves, engine.version, engine.paused) == (True, 1, False)
+    assert engine.loading is None, "the refused load is given up"
+    assert_holds(engine.tensors, layout(), 1)
+    sync.connect(0)
+    assert sync.sync(2).ready == (0,)
+    assert_holds(engine.tensors, layout(), 2)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_commit_that_fails_amid_its_work_poisons(monkeypatch, version):
+    """Of the same version too: nobody could tell the old weights from the new ones."""
+    engine = FakeEngine(layout(), has_shadow=True)
+    sync, senders, workers = local_sync({0: [engine]})
     sync.sync(1)
 
-    def fail() -> None:
-        raise RuntimeError("out of memory")
+    def fail_late() -> None:
+        engine.tensors[EXPERT.format(0)].copy_(engine.loaded[EXPERT.format(0)])
+        engine.version = None if version == 2 else 1
+        fail()
 
-    workers[0][0].before["commit"] = fail
+    monkeypatch.setattr(engine, "commit", fail_late)
     senders.load(2)
-    assert "commit: replica 0 worker 0: RuntimeError: out of memory" in sync_failure(sync, 2)
+    assert "commit: replica 0 worker 0: RuntimeError: out of memory" in sync_failure(sync, version)
     assert sync.states() == {0: "POISONED"}
+    assert workers[0][0].receiver.state is ReceiverState.POISONED
     assert engine.paused
+
+
+def test_of_two_workers_of_which_one_has_committed_neither_serves(monkeypatch):
+    engines = [FakeEngine(layout(w, 2), has_shadow=True) for w in range(2)]
+    sync, senders, _ = local_sync({0: engines})
+    sync.sync(1)
+    monkeypatch.setattr(engines[1], "commit", fail)
+    senders.load(2)
+    assert "commit: replica 0 worker 1: RuntimeError" in sync_failure(sync, 2)
+    assert sync.states() == {0: "POISONED"}
+    assert all(engine.paused for engine in engines)
 
 
 def test_an_engine_that_does_not_pause_for_the_commit_is_given_up(monkeypatch):

@@ -144,7 +144,7 @@ def test_a_member_that_does_not_come_is_named(monkeypatch):
 
 def test_an_unknown_transport_is_refused_with_the_known_ones():
     with pytest.raises(
-        TransportError, match=r"cannot travel over 'pigeon'; use one of \['gloo', 'nccl'\]"
+        TransportError, match=r"cannot travel over 'pigeon'; use one of \['gloo', 'nccl', 'ipc'\]"
     ):
         Transport.join(dataclasses.replace(spec_of(1, 1), backend="pigeon"), 0, CPU)
 

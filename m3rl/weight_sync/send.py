@@ -38,6 +38,11 @@ class _Link:
     """Of the sync that was prepared; begun when the first round is under way."""
     is_hashing: bool = False
 
+    def give_up_hashes(self, reason: str) -> None:
+        """Let nobody wait for hashes that will never be begun."""
+        if not self.is_hashing and not self.hashes.done():
+            self.hashes.set_exception(SyncError(f"nothing was hashed: {reason}"))
+
 
 @dataclass(slots=True)
 class _Hashes:
@@ -111,6 +116,7 @@ class Sender:
         link = self._link(replica)
         owner = f"trainer rank {self.rank}"
         link.agreed = agreed_ops(prepare, self._layout, link.agreed, owner, check_sends)
+        link.give_up_hashes("another sync has begun")
         link.prepare, link.hashes, link.is_hashing = prepare, Future(), False
         with self._hash_lock:
             if self._hashes.serial != prepare.serial:
@@ -176,7 +182,7 @@ class Sender:
 
     def sync_hashes(self, replica: int) -> np.ndarray:
         """Of what is sent in a verified sync; ends when they are computed, beside the sending, or
-        with `sync_close`.
+        with the next `sync_prepare` or `sync_close`.
 
         Returns:
             `OpHash` of every rectangle this rank sends to the replica, in the order of its ops,
@@ -185,6 +191,7 @@ class Sender:
 
         Raises:
             NonFiniteError: NaN or infinity among the weights.
+            SyncError: they are never begun.
         """
         return self._link(replica).hashes.result()
 
@@ -222,8 +229,7 @@ class Sender:
             error = link.stream.exception(timeout_s) if link.stream else None
             if link.is_hashing:
                 link.hashes.exception(timeout_s)  # it reads weights
-            elif not link.hashes.done():
-                link.hashes.set_exception(SyncError("nothing was hashed: the group is left"))
+            link.give_up_hashes("the group is left")
         finally:
             link.transport.close()
         return None if error is None else f"{type(error).__name__}: {error}"

@@ -1,17 +1,12 @@
-"""Processes on CPU, forked from one that has imported all they use: 20 ms each, not 2 s."""
+"""Objects in processes of their own that are there at once, where `tests.forked` can have it so."""
 
 from __future__ import annotations
 
-import multiprocessing
-
 from benchmarks.remote import RemoteProcess
-
-USED = ("m3rl.weight_sync.sync", "tests.m3rl.weight_sync.layout_sides")
-
-multiprocessing.get_context("forkserver").set_forkserver_preload([*USED])
+from tests.forked import PROCESSES
 
 
 class ForkedProcess(RemoteProcess):
-    """A RemoteProcess that is there at once."""
+    """A RemoteProcess, started as `PROCESSES` are."""
 
-    start_method = "forkserver"
+    start_method = PROCESSES.get_start_method()

@@ -157,3 +157,18 @@ def test_a_rank_that_does_not_know_the_base_sends_all(caplog):
     trainer.ranks[0].sender._snapshots.clear()
     why = "trainer rank 0 knows the weights of sync None, not those of sync 3"
     assert_all_was_sent(sync, trainer, engines, caplog, why)
+
+
+def test_nobody_waits_on_for_hashes_of_a_sync_that_another_replaced():
+    sync, trainer, _, _ = delta_run()
+    sender = trainer.ranks[0].sender
+    link = sender._links[0]
+    # As after a sync whose hashes were asked for, and which failed before its first round.
+    sender.sync_prepare(0, link.prepare)
+    waiting = transport_module.in_background(lambda: sender.sync_hashes(0), "waiting")
+    time.sleep(0.05)
+    assert not waiting.done()
+    sender.sync_prepare(0, link.prepare)
+    with pytest.raises(SyncError, match="nothing was hashed: another sync has begun"):
+        waiting.result(2)
+    sync.close()

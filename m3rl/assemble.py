@@ -31,6 +31,15 @@ def rank_settings(config: Config) -> RankSettings:
             kl_coef=grpo.kl.coef,
             kl_estimator=grpo.kl.estimator,
             importance_cap=importance.cap if importance.kind == "tis" else None,
+            objective=grpo.objective,
+            ratio=grpo.ratio,
+            aggregation=grpo.aggregation,
+            constant_length=(
+                config.rollout.max_tokens if grpo.constant_length is None else grpo.constant_length
+            ),
+            kl_in_reward=grpo.kl.place == "reward",
+            kl_unbiased=grpo.kl.unbiased,
+            entropy_coef=grpo.entropy_coef,
         ),
         optimizer=OptimizerSettings(
             lr=optimizer.lr,
@@ -39,15 +48,20 @@ def rank_settings(config: Config) -> RankSettings:
             weight_decay=optimizer.weight_decay,
             grad_clip=optimizer.grad_clip,
             warmup_steps=optimizer.warmup_steps,
+            offload=optimizer.offload,
         ),
         dtype=config.policy.dtype,
-        attention=config.policy.attention,
         replay_routing=config.policy.replay_routing,
+        replay_blocks=config.policy.replay_blocks,
+        activation_checkpointing=config.policy.activation_checkpointing,
         micro_batch_tokens=config.policy.micro_batch_tokens,
+        ep=config.train.parallel.ep,
+        cp=config.train.parallel.cp,
         old_logprobs=grpo.old_logprobs,
         updates_per_batch=grpo.updates_per_batch,
         seed=config.run.seed,
         num_threads=config.train.num_threads,
+        device=config.train.device,
     )
 
 

@@ -1,13 +1,14 @@
 """The command `m3rl`: train, rollout, eval, sft, check, doctor.
 
 Exit codes: 0 done, 1 failed (without a traceback where the message says it all), 2 the
-configuration cannot work, 130 interrupted.
+configuration cannot work, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM).
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import importlib
 import logging
 import signal
@@ -21,6 +22,18 @@ from m3rl.config import Config, ConfigError
 from m3rl.errors import M3rlError
 
 logger = logging.getLogger(__name__)
+
+TERMINATED = 128 + signal.SIGTERM
+
+EXIT_CODES = (
+    "exit codes: 0 done; 1 failed; 2 the configuration cannot work; 130 interrupted (Ctrl-C); "
+    "143 terminated (SIGTERM)"
+)
+CHECK_EXIT_CODES = (
+    "exit codes: 0 every configuration can work; files that this machine lacks are listed as "
+    "'needed at launch' (`m3rl doctor CONFIG` fails for them); 2 one cannot work, or none of the "
+    "sizes of --gpus does"
+)
 
 RUNS = {
     "train": ("m3rl.trainer:train", "post-train a model with GRPO, or resume a run"),
@@ -59,6 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # clean-up has happened on the way up
         print("interrupted", file=sys.stderr)
         return 130
+    except SystemExit as ended:
+        if ended.code != TERMINATED:
+            raise
+        print("terminated", file=sys.stderr)
+        return TERMINATED
     return code
 
 
@@ -68,15 +86,23 @@ def _is_for_console(record: logging.LogRecord) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="m3rl", description="GRPO post-training of MiniMax-M3.")
+    parser = argparse.ArgumentParser(
+        prog="m3rl", description="GRPO post-training of MiniMax-M3.", epilog=EXIT_CODES
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (_, help_text) in RUNS.items():
-        command = commands.add_parser(name, help=help_text)
+        command = commands.add_parser(name, help=help_text, epilog=EXIT_CODES)
         command.add_argument("config", metavar="CONFIG", help="a YAML file")
         _add_overrides(command)
         command.set_defaults(run=_run, command=name)
-    check = commands.add_parser("check", help="check configurations and work out what they need")
+    check = commands.add_parser(
+        "check",
+        help="check configurations and work out what they need",
+        description="Print what each configuration needs: memory, a weight sync, GPUs. The model's "
+        "config.json is enough for it; nothing is started.",
+        epilog=CHECK_EXIT_CODES,
+    )
     check.add_argument("words", nargs="+", metavar="CONFIG", help="YAML files, then key=value")
     check.add_argument(
         "--gpus", type=_sizes, metavar="LIST", help="plan for these numbers of GPUs: 2,4,8"
@@ -94,10 +120,12 @@ def _add_overrides(command: argparse.ArgumentParser) -> None:
 
 
 def _sizes(text: str) -> list[int]:
-    sizes = [int(size) for size in text.split(",")]
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: numbers of GPUs are 1 or more")
-    return sizes
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of numbers of GPUs; write for example 8,16,32"
+        )
+    return [int(word) for word in words]
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -105,11 +133,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
     config = Config.load(arguments.config, arguments.overrides)
     starts_random = arguments.command == "sft" and config.sft.init == "random"
-    make_plan(
+    plan = make_plan(
         config,
         required=["tokenizer"] if starts_random else ["tokenizer", "weights"],
         allow_mxfp8=arguments.command in ("rollout", "eval"),
     )
+    for notice in plan.notices:
+        logger.warning("%s", notice)
     # a scheduler's SIGTERM cleans up like Ctrl-C does
     signal.signal(signal.SIGTERM, _terminate)
     module, _, function = RUNS[arguments.command][0].partition(":")
@@ -133,12 +163,25 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _terminate(*_: object) -> None:
-    sys.exit(128 + signal.SIGTERM)
+    sys.exit(TERMINATED)
 
 
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """A plan is a million small objects and no cycle; to look for some is a quarter of the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@_rare_collections()
 def _check(arguments: argparse.Namespace) -> int:
     """Every configuration is checked, also after one that cannot work."""
-    from m3rl.plan import describe, gpu_table, make_plan
+    from m3rl.plan import make_plan
+    from m3rl.plan_text import describe, gpu_table, launch_needs
 
     paths = [word for word in arguments.words if "=" not in word or Path(word).is_file()]
     overrides = [word for word in arguments.words if word not in paths]
@@ -148,12 +191,11 @@ def _check(arguments: argparse.Namespace) -> int:
     for path in paths:
         try:
             config = Config.load(path, overrides)
-            if arguments.gpus is None:
-                print(describe(make_plan(config)))
-            else:
-                plan = make_plan(config, required=[])  # a plan can be made before the download
+            plan = make_plan(config, is_launch=False)
+            print(describe(plan))
+            if arguments.gpus is not None:
                 text, works = gpu_table(plan, arguments.gpus)
-                print(f"{describe(plan)}\n\n{text}")
+                print(f"\n{text}")
                 if not works:
                     code = 2
                     continue
@@ -161,7 +203,8 @@ def _check(arguments: argparse.Namespace) -> int:
             code = 2
             _print_problems(error, f"{path}: ")
         else:
-            print(f"{path}: checked\n")
+            needs = len(launch_needs(plan))
+            print(f"{path}: checked{f'; a launch needs {needs} more things' if needs else ''}\n")
     return code
 
 

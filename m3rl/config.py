@@ -7,13 +7,13 @@ key, and numbers written as `1e-6` (a string to YAML) are numbers. Files inherit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError
 
-from m3rl.config_checks import conflicts
+from m3rl.config_checks import conflicts, is_free, is_of_the_run
 from m3rl.config_data import (
     DataConfig,
     DatasetConfig,
@@ -28,10 +28,14 @@ from m3rl.config_file import (
     Fraction,
     Int,
     Origins,
+    Processes,
     Raw,
+    Seconds,
     Section,
     Seed,
     Text,
+    Threads,
+    at_most,
     dump_yaml,
     explain,
     flatten,
@@ -40,6 +44,8 @@ from m3rl.config_file import (
     read_overrides,
     unknown_keys,
 )
+from m3rl.config_grpo import GRPOConfig, preset_origins
+from m3rl.config_policy import PolicyConfig
 from m3rl.config_sync import WeightSyncConfig
 
 __all__ = [
@@ -54,6 +60,12 @@ __all__ = [
 
 
 Beta = Annotated[Float, Field(ge=0, lt=1)]
+Rate = Annotated[
+    Float,
+    Field(gt=0),
+    at_most(1, "AdamW moves a weight by up to lr a step, and most are near 0.02"),
+]
+Ranks = Annotated[Int, Field(ge=1), at_most(1024, "a replica has at most so many")]
 
 
 class RunConfig(Section):
@@ -70,19 +82,8 @@ class ModelPathConfig(Section):
     """Checkpoint directory: config.json, weights as safetensors, tokenizer, chat template."""
 
 
-class PolicyConfig(Section):
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """What trainer and runtime compute with and a weight sync carries; masters are always FP32."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention of the training model."""
-    replay_routing: Bool = False
-    """Train with the experts that the runtime chose; needs rollout.capture_routing."""
-    micro_batch_tokens: Int = Field(default=8192, ge=1)
-    """Padded tokens of one forward and backward pass of a trainer rank."""
-
-
 class OptimizerConfig(Section):
-    lr: Float = Field(default=1e-6, gt=0)
+    lr: Rate = 1e-6
     """AdamW's learning rate after the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's decay of the two moments."""
@@ -94,42 +95,9 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; longer gradients are scaled down to it."""
     warmup_steps: Int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly."""
-
-
-class KLConfig(Section):
-    coef: Float = Field(default=0.0, ge=0)
-    """Weight of the KL term against the initial policy; 0 keeps no reference."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL divergence (Schulman 2020)."""
-
-
-class ImportanceConfig(Section):
-    kind: Literal["tis", "none"] = "tis"
-    """Correction for sampling by the runtime: truncated importance sampling, or none. Acts with
-    old_logprobs: recompute; with behaviour the clipped ratio itself carries the mismatch."""
-    cap: Float = Field(default=2.0, gt=0)
-    """Largest importance weight of a token."""
-
-
-class GRPOConfig(Section):
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Rewards of a group become advantages: over their deviation, only centred, leave-one-out."""
-    clip_low: Float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: Float = Field(default=0.28, gt=0)
-    """The ratio is clipped above at 1 + clip_high (clip-higher, arXiv:2503.14476)."""
-    dual_clip: Annotated[Float, Field(gt=1)] | None = None
-    """Bound of the loss at negative advantages (arXiv:1912.09729); null for none."""
-    kl: KLConfig = KLConfig()
-    old_logprobs: Literal["behaviour", "recompute"] = "behaviour"
-    """Denominator of the ratio: the runtime's logprobs, or the trainer's own before the update."""
-    updates_per_batch: Int = Field(default=1, ge=1)
-    """Optimizer steps on each batch of completions."""
-    skip_zero_variance: Bool = True
-    """Leave groups whose rewards are all equal out of the loss and of its denominator."""
-    truncated: Literal["keep", "mask"] = "keep"
-    """Completions cut by max_tokens: train on them, or mask their tokens."""
-    importance: ImportanceConfig = ImportanceConfig()
+    offload: Bool = False
+    """Keep AdamW's moments, two thirds of what training adds to the masters and gradients, in the
+    host's pinned memory; each step carries them to the GPU and back."""
 
 
 class EngineOptions(Section):
@@ -158,11 +126,11 @@ class EngineOptions(Section):
 
 
 class ParallelOptions(Section):
-    tp: Int = Field(default=1, ge=1)
+    tp: Ranks = 1
     """Ranks that split the layers of the same requests; a GPU each with device: cuda."""
-    dp: Int = Field(default=1, ge=1)
+    dp: Ranks = 1
     """Groups of tp ranks that share the requests out and hold the same attention weights."""
-    ep: Annotated[Int, Field(ge=1)] | None = None
+    ep: Ranks | None = None
     """Groups of ranks that split the routed experts, dp times a divisor of tp; null: every rank is
     one."""
 
@@ -174,11 +142,11 @@ class M3BackendConfig(Section):
     gpu_memory_gib: Annotated[Float, Field(gt=0)] | None = None
     """GiB of a GPU that a process can have (139 of an H200): a replica that needs more is refused
     before anything starts; null: not known, nobody looks."""
-    num_replicas: Int = Field(default=1, ge=1)
+    num_replicas: Processes = 1
     """Complete copies of the model that generate."""
     parallel: ParallelOptions = ParallelOptions()
     """How a replica is split over ranks, each a process."""
-    num_threads: Int = Field(default=1, ge=1)
+    num_threads: Threads = 1
     """CPU threads of each rank of a replica."""
     max_restarts: Int = Field(default=2, ge=0)
     """How often dead replicas are started again, in the whole run."""
@@ -208,17 +176,29 @@ class RolloutConfig(Section):
     """Record the experts of every token."""
     capture_blocks: Bool = False
     """Record the selected key blocks of every token."""
-    timeout_s: Float = Field(default=300.0, gt=0)
+    timeout_s: Seconds = 300.0
     """A replica that finishes nothing for this long is taken for dead."""
     backend: M3BackendConfig = M3BackendConfig()
+
+
+class TrainerParallelConfig(Section):
+    """How `train.num_ranks` share one policy: FSDP over all of them, and inside it:"""
+
+    ep: Int = Field(default=1, ge=1)
+    """Ranks that split the experts; tokens go to them. Divides train.num_ranks."""
+    cp: Int = Field(default=1, ge=1)
+    """Ranks that split the tokens of each packed row, for long samples. Divides train.num_ranks."""
 
 
 class TrainConfig(Section):
     steps: Int = Field(default=100, ge=1)
     """Training steps of the whole run, resumed ones included."""
-    num_ranks: Int = Field(default=1, ge=1)
-    """Trainer processes; each takes its share of every batch."""
-    num_threads: Int = Field(default=1, ge=1)
+    num_ranks: Processes = 1
+    """Trainer processes; they share one policy, and each takes its share of every batch."""
+    parallel: TrainerParallelConfig = TrainerParallelConfig()
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda: each trainer process takes one GPU of the cluster."""
+    num_threads: Threads = 1
     """CPU threads of each trainer process."""
     max_skipped_updates: Int = Field(default=10, ge=0)
     """Updates skipped for a gradient that is not finite before the run stops."""
@@ -265,7 +245,7 @@ class SFTConfig(Section):
     steps: Int = Field(default=500, ge=1)
     batch_size: Int = Field(default=32, ge=1)
     """Prompt and answer pairs of one step."""
-    lr: Float = Field(default=3e-3, gt=0)
+    lr: Rate = 3e-3
     warmup_steps: Int = Field(default=10, ge=0)
     seed: Seed = 0
     """Seed of the initial weights and of the order of examples."""
@@ -329,7 +309,7 @@ class Config(Section):
             config = cls.model_validate(raw)
         except ValidationError as error:
             raise ConfigError("\n".join(explain(error, cls, raw, origins))) from None
-        config._origins = origins
+        config._origins = preset_origins(raw) | origins
         if problems := conflicts(config):
             raise ConfigError("\n".join(problems))
         return config
@@ -347,20 +327,28 @@ class Config(Section):
         return dump_yaml(self.to_dict(), self._origins)
 
     def differences(self, other: Config) -> list[str]:
-        """`key: mine here, theirs there` for all that a run and its resumption must agree on.
-
-        How long a run is, where it lives and how it is saved may change: train.steps,
-        rollout.num_prompts, run.dir, run.name, checkpoint.*. (Another run.seed would draw other
-        prompts from here on.)
+        """`key: mine here, theirs there` for all that a run and its resumption must agree on: not
+        for `is_of_the_run` and `is_free`. (Another run.seed would draw other prompts from here on.)
         """
-        mine, theirs = flatten(self.to_dict()), flatten(other.to_dict())
         return [
-            f"{key}: {mine.get(key)!r} here, {theirs.get(key)!r} there"
-            for key in sorted(mine.keys() | theirs.keys())
-            if mine.get(key) != theirs.get(key)
-            and key not in ("train.steps", "rollout.num_prompts", "run.dir", "run.name")
-            and not key.startswith("checkpoint.")
+            f"{key}: {mine!r} here, {theirs!r} there"
+            for key, mine, theirs in self._differing(other)
+            if not is_of_the_run(key) and not is_free(key)
         ]
+
+    def free_differences(self, other: Config) -> list[str]:
+        """`key: theirs before, mine now` for what may change on the way, see `is_free`."""
+        return [
+            f"{key}: {theirs!r} before, {mine!r} now"
+            for key, mine, theirs in self._differing(other)
+            if is_free(key)
+        ]
+
+    def _differing(self, other: Config) -> Iterator[tuple[str, Any, Any]]:
+        mine, theirs = flatten(self.to_dict()), flatten(other.to_dict())
+        for key in sorted(mine.keys() | theirs.keys()):
+            if mine.get(key) != theirs.get(key):
+                yield key, mine.get(key), theirs.get(key)
 
     def origin(self, key: str) -> str:
         """Where a dotted key was written: 'file.yaml:12', 'command line' or 'default'."""

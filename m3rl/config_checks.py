@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from m3rl.config_grpo_checks import grpo_conflicts, idle_grpo_keys
+
 if TYPE_CHECKING:
     from m3rl.config import Config
 
@@ -12,6 +14,61 @@ if TYPE_CHECKING:
 def conflicts(config: Config) -> list[str]:
     """One message for each contradiction between the sections of `config`."""
     return [f"{message} ({_places(config, keys)})" for message, keys in _find(config)]
+
+
+def is_of_the_run(key: str) -> bool:
+    """A dotted key that says how long a run is, where it lives or how it is saved."""
+    keys = ("train.steps", "rollout.num_prompts", "run.dir", "run.name")
+    return key in keys or key.startswith("checkpoint.")
+
+
+def is_free(key: str) -> bool:
+    """A dotted key that may change while a run's results stay what they are: how weights travel and
+    are verified, and patience. (A pause does change them: requests go on with other pages.)"""
+    is_sync = key.startswith("weight_sync.") and key != "weight_sync.pause"
+    return is_sync or key == "rollout.timeout_s"
+
+
+def idle_keys(config: Config) -> Iterator[str]:
+    """A message for each key that was written and does nothing, because of another one."""
+    for key, is_idle, why in (*_idle(config), *idle_grpo_keys(config.grpo)):
+        origin = config.origin(key)
+        if is_idle and origin != "default" and not origin.startswith("grpo.preset"):
+            yield f"{key} does nothing: {why} ({origin})"
+
+
+def _idle(config: Config) -> Iterator[tuple[str, bool, str]]:
+    """Key, whether it does nothing, and why and what to do."""
+    sync = config.weight_sync
+    yield (
+        "weight_sync.wire",
+        sync.wire == "mxfp8" and config.rollout.backend.engine.quantization == "none",
+        "mxfp8 is for weights that replicas hold so, and rollout.backend.engine.quantization: none "
+        "holds none; set quantization: mxfp8, or leave it out",
+    )
+    yield (
+        "weight_sync.delta",
+        sync.delta and config.policy.dtype == "float32",
+        "with policy.dtype: float32 every weight changes in a step, so all are sent each time; set "
+        "policy.dtype: bfloat16, or delta: false",
+    )
+    yield (
+        "weight_sync.delta_full_every",
+        not sync.delta,
+        "with weight_sync.delta: false all is sent each time; set delta: true, or leave it out",
+    )
+    for name in ("prompts", "max_error"):
+        yield (
+            f"weight_sync.probe.{name}",
+            sync.probe.every == 0,
+            "weight_sync.probe.every: 0 never probes; set every: 1 or more, or leave it out",
+        )
+    yield (
+        "optimizer.warmup_steps",
+        config.optimizer.warmup_steps > config.train.steps,
+        f"{config.optimizer.warmup_steps} is more than train.steps: {config.train.steps}, so the "
+        "learning rate never comes up to optimizer.lr; lower it",
+    )
 
 
 def _places(config: Config, keys: tuple[str, ...]) -> str:
@@ -29,8 +86,17 @@ def _find(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
             f"rollout.backend.num_replicas: {replicas}; lower the one or raise the other",
             ("weight_sync.min_replicas", "rollout.backend.num_replicas"),
         )
-    if config.weight_sync.transport == "nccl":
-        yield from _nccl_conflicts(config)
+    yield from grpo_conflicts(config)
+    for name in ("ep", "cp"):
+        parts, ranks = getattr(config.train.parallel, name), config.train.num_ranks
+        if ranks % parts:
+            yield (
+                f"train.parallel.{name}: {parts} does not divide train.num_ranks: {ranks}; use one "
+                f"of {[n for n in range(1, ranks + 1) if ranks % n == 0]}",
+                (f"train.parallel.{name}", "train.num_ranks"),
+            )
+    if config.weight_sync.transport in ("ipc", "nccl"):
+        yield from _gpu_transport_conflicts(config)
     if config.weight_sync.delta and not config.weight_sync.verify:
         yield (
             "weight_sync.delta: what a replica holds after it is known by its hash alone; set "
@@ -68,6 +134,12 @@ def _find(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
             "record; set rollout.capture_routing: true",
             ("policy.replay_routing", "rollout.capture_routing"),
         )
+    if config.policy.replay_blocks and not rollout.capture_blocks:
+        yield (
+            "policy.replay_blocks: true needs what rollout.capture_blocks: false does not "
+            "record; set rollout.capture_blocks: true",
+            ("policy.replay_blocks", "rollout.capture_blocks"),
+        )
     for key, dataset in (("data.train", data.train), ("data.eval", data.eval)):
         if dataset is None or dataset.kind != "file":
             continue
@@ -97,18 +169,17 @@ def _find(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
         )
 
 
-def _nccl_conflicts(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """NCCL wants all weights on GPUs, and each rank on one of its own (Ray sees to that)."""
-    # True as long as there is no key that gives trainer ranks GPUs.
-    yield (
-        "weight_sync.transport: nccl carries weights between GPUs, and trainer ranks compute on "
-        "the CPU so far; set auto or gloo",
-        ("weight_sync.transport",),
-    )
-    if config.rollout.backend.device == "cpu":
-        yield (
-            "weight_sync.transport: nccl carries weights between GPUs, and "
-            "rollout.backend.device: cpu keeps those of the replicas in the host's memory; set "
-            "device: cuda, or transport: gloo",
-            ("weight_sync.transport", "rollout.backend.device"),
-        )
+def _gpu_transport_conflicts(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What moves bytes between GPUs wants all weights there."""
+    transport = config.weight_sync.transport
+    for owner, key, device in (
+        ("trainer ranks", "train.device", config.train.device),
+        ("replicas", "rollout.backend.device", config.rollout.backend.device),
+    ):
+        if device == "cpu":
+            yield (
+                f"weight_sync.transport: {transport} carries weights between GPUs, and {key}: cpu "
+                f"keeps those of the {owner} in the host's memory; set {key}: cuda, or transport: "
+                "gloo",
+                ("weight_sync.transport", key),
+            )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from m3rl.config_file import Bool, Float, Fraction, Int, Section, Seed, Text
+from m3rl.config_file import Bool, Fraction, Int, Processes, Seconds, Section, Seed, Text
 
 
 class ReasoningGymConfig(Section):
@@ -53,9 +53,9 @@ class RewardConfig(Section):
     """For kind function: 'package.module:function', called with (payload, completion text)."""
     partial_credit: Bool = True
     """False: a score below 1.0 counts as 0 (the scorer's own is kept as the part 'score')."""
-    timeout_s: Float = Field(default=5.0, gt=0)
+    timeout_s: Seconds = 5.0
     """Longest time for one completion; then its worker is killed and it counts as a timeout."""
-    workers: Int = Field(default=2, ge=1)
+    workers: Processes = 2
     """Scoring processes."""
     max_error_frac: Fraction = 0.5
     """A larger share of failed scores in a step stops the run."""

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationError,
+)
 from pydantic.types import Strict
 
 Raw = dict[str, Any]
@@ -23,11 +31,18 @@ COMMAND_LINE = "command line"
 
 # What other frameworks call our keys, for suggestions only.
 FOREIGN_NAMES = {
+    "adv_estimator": "grpo.advantage",
     "batch_size": "rollout.prompts_per_step",
     "beta": "grpo.kl.coef",
+    "dynamic_sampling": "grpo.refill_rounds",
     "epochs": "train.steps",
+    "filter_groups": "grpo.refill_rounds",
+    "importance_sampling_level": "grpo.ratio",
     "kl_coef": "grpo.kl.coef",
     "learning_rate": "optimizer.lr",
+    "loss_agg_mode": "grpo.aggregation",
+    "loss_type": "grpo.objective",
+    "overlong_buffer": "grpo.overlong.buffer",
     "max_completion_length": "rollout.max_tokens",
     "max_new_tokens": "rollout.max_tokens",
     "max_steps": "train.steps",
@@ -58,12 +73,30 @@ def _not_bool(value: Any) -> Any:
     return value
 
 
+def at_most(limit: float, why: str) -> AfterValidator:
+    """An upper bound whose refusal gives its reason."""
+
+    def check(value: float) -> float:
+        if value > limit:
+            raise ValueError(f"should be at most {limit:,g}: {why}")
+        return value
+
+    return AfterValidator(check)
+
+
 Bool = StrictBool
 Int = Annotated[int, Strict()]
 Float = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 Seed = Annotated[Int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, Field(min_length=1)]
+Seconds = Annotated[
+    Float, Field(gt=0), at_most(7 * 86400, "what hangs would not be noticed for a week")
+]
+Threads = Annotated[Int, Field(ge=1), at_most(1024, "that is more than a machine has cores")]
+Processes = Annotated[
+    Int, Field(ge=1), at_most(4096, "each is a process, with a GPU or a model of its own")
+]
 
 
 class Section(BaseModel):

@@ -97,6 +97,11 @@ class PromptStream:
         return [self._prompts.prompt(self._index(ordinal), ordinal) for ordinal in ordinals]
 
     @property
+    def num_taken(self) -> int:
+        """Prompts taken so far."""
+        return self._next
+
+    @property
     def epoch(self) -> float:
         """Epochs taken so far."""
         return self._next / len(self._prompts)

@@ -14,9 +14,10 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from m3rl.errors import M3rlError
 from m3rl.rank_settings import RankSettings
-from m3rl.rollout.placement import cause_of, free_address, future_of, put, worker_options
+from m3rl.rollout.placement import cause_of, future_of, node_address, put, worker_options
 from m3rl.sync_transport import gpu_of
 from m3rl.weight_sync.send import Sender
+from m3rl.weight_sync.transport import Rendezvous
 
 if TYPE_CHECKING:
     from m3rl.train_rank import TrainRank
@@ -31,7 +32,7 @@ SYNC_THREADS = 8
 
 
 class RankProcess:
-    """Body of the actor: finds an address first, builds the rank when all ranks know it.
+    """Body of the actor: one rank and its sender.
 
     The rank computes on one thread (torch's modes and glibc's memory arenas belong to threads);
     its sender has threads of its own, since a sync waits for several replicas at once.
@@ -44,14 +45,11 @@ class RankProcess:
         self._rank: TrainRank | None = None
         self._sender: Sender | None = None
 
-    def address(self) -> str:
-        """host:port on this node that is free now, for the ranks to meet at."""
-        return free_address()
-
-    def build(self, settings: RankSettings, rank: int, world_size: int, address: str) -> None:
+    def build(self, settings: RankSettings, rank: int, world_size: int, meet_at: str) -> None:
+        """Returns when all ranks have come to the driver's store at `meet_at`, tcp://host:port."""
         from m3rl.train_rank import TrainRank  # transformers, which the driver can do without
 
-        self._rank = TrainRank(settings, rank, world_size, f"tcp://{address}")
+        self._rank = TrainRank(settings, rank, world_size, meet_at)
 
     def call(self, method: str, *args: Any) -> Any:
         """A method of the rank."""
@@ -87,18 +85,21 @@ class TrainerRanks:
         num_ranks: int,
         *,
         num_threads: int,
-        num_gpus: int = 0,
         start_timeout_s: float = 120.0,
     ) -> None:
         self.num_ranks = num_ranks
         remote: Any = ray.remote  # its annotations leave concurrency_groups out
         actor_class = remote(concurrency_groups={"sync": SYNC_THREADS})(RankProcess)
+        num_gpus = int(settings.device == "cuda")
         factory = actor_class.options(**worker_options(num_threads, num_gpus))
         self._actors: list[Any] = [factory.remote(num_threads) for _ in range(num_ranks)]
+        # Of this process, and open from here on: a port that is only found free can be lost again
+        # before a rank listens on it.
+        self._meeting = Rendezvous(node_address(), start_timeout_s)
+        meet_at = f"tcp://{self._meeting.host}:{self._meeting.port}"
         try:
-            address = ray.get(self._actors[0].address.remote(), timeout=start_timeout_s)
             building = [
-                actor.build.remote(settings, rank, num_ranks, address)
+                actor.build.remote(settings, rank, num_ranks, meet_at)
                 for rank, actor in enumerate(self._actors)
             ]
             ray.get(building, timeout=start_timeout_s)

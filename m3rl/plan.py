@@ -5,10 +5,10 @@ Reads JSON files and safetensors headers only: it imports neither ray, torch nor
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.util
 import itertools
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,19 +23,19 @@ from inference.memory import (
 )
 from inference.parallel.config import ParallelConfig
 from m3rl.checkpoint_files import tokenizer_problems, weight_problems
-from m3rl.config import Config, ConfigError
+from m3rl.config import Config, ConfigError, DatasetConfig
+from m3rl.config_checks import idle_keys
 from m3rl.data import iterate_items
-from m3rl.report import table
-from m3rl.sync_plan import LINKS, SyncSetting, sharded
+from m3rl.sync_plan import SyncSetting
 from m3rl.weight_sync.simulate import Projection
 from m3rl.weight_sync.trainer_layout import TrainerShards
+
+__all__ = ["MODEL_PARTS", "ModelPart", "Plan", "make_plan", "size_text"]
 
 ModelPart = Literal["tokenizer", "weights"]
 MODEL_PARTS: tuple[ModelPart, ...] = ("tokenizer", "weights")
 CHECKED_ITEMS = 100
 """Items of each dataset that are looked at; the whole of it is checked when a run starts."""
-H200_BYTES = 139 << 30
-"""Memory of one H200 that a process can have; the GPU table plans for it unless it is told more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +61,24 @@ class Plan:
     demand_pages: int
     """Most pages that one replica's share of a training step can need at once."""
     notices: tuple[str, ...]
+    needed: tuple[str, ...] = ()
+    """What a launch needs and this machine lacks."""
 
 
 def make_plan(
-    config: Config, *, required: Collection[ModelPart] = MODEL_PARTS, allow_mxfp8: bool = False
+    config: Config,
+    *,
+    required: Collection[ModelPart] = MODEL_PARTS,
+    allow_mxfp8: bool = False,
+    is_launch: bool = True,
 ) -> Plan:
     """Check the files that `config` names and add up what a run needs.
 
     Args:
         required: parts of the checkpoint that must be right; the others are only noticed.
         allow_mxfp8: whether the weights may be stored in MXFP8: nothing is trained.
+        is_launch: whether it is to run here and now; if not, files that are not here are listed in
+            `Plan.needed`, and those that are here must still be right.
 
     Raises:
         ConfigError: one line for each thing that cannot work.
@@ -78,6 +86,7 @@ def make_plan(
     path = config.find(config.model.path)
     problems: list[str] = []
     notices: list[str] = []
+    needed: list[str] = []
     model = replica = None
     try:
         model = model_config.ModelConfig.from_pretrained(path)
@@ -85,11 +94,9 @@ def make_plan(
         problems.append(f"model.path: {error} ({config.origin('model.path')})")
     vocab_size = None if model is None else model.vocab_size
     eos_ids = () if model is None else model.eos_token_ids
-    faults = tokenizer_problems(path, vocab_size, eos_ids)
-    (problems if "tokenizer" in required else notices).extend(faults)
+    found = {"tokenizer": tokenizer_problems(path, vocab_size, eos_ids)}
     if model is not None:
-        faults = weight_problems(path, model.num_parameters, allow_mxfp8=allow_mxfp8)
-        (problems if "weights" in required else notices).extend(faults)
+        found["weights"] = weight_problems(path, model.num_parameters, allow_mxfp8=allow_mxfp8)
         length_problems = _length_problems(config, model)
         problems += length_problems
         if not length_problems:
@@ -98,112 +105,47 @@ def make_plan(
             except model_config.ConfigError as error:
                 refusal = str(error).replace("\n", "\n  ")
                 problems.append(f"rollout.backend: {refusal}")
-    problems += _dataset_problems(config) + _run_dir_problems(config)
+    for part, faults in found.items():
+        is_elsewhere = not is_launch and not _is_here(path, part)
+        where = needed if is_elsewhere else problems if part in required else notices
+        where += faults
+    for fault, is_missing in _dataset_problems(config):
+        (needed if is_missing and not is_launch else problems).append(fault)
+    problems += _run_dir_problems(config)
     if problems or model is None or replica is None:
         raise ConfigError("\n".join(problems))
-    return _measure(config, model, replica, (*notices, *_notices(config)))
+    needed += [] if is_launch else _missing_reward(config)
+    plan = _measure(config, model, replica, (*notices, *_notices(config)), tuple(needed))
+    if hurry := _too_short_a_timeout(config, plan.projection.seconds):
+        raise ConfigError(hurry)
+    return plan
 
 
-def describe(plan: Plan) -> str:
-    """The plan as a few tables."""
-    total = sum(plan.parameters.values())
-    parameters = [[name, f"{n:,}", f"{n / total:.1%}"] for name, n in plan.parameters.items()]
-    parameters.append(["all", f"{total:,}", ""])
-    rank = "replica" if plan.sync.replica.world == 1 else "rank of a replica"
-    memory = [
-        [f"one {who}", what, size_text(n)]
-        for who, uses in (("trainer rank", plan.trainer_bytes), (rank, plan.replica.uses))
-        for what, n in [*uses.items(), ("all", sum(uses.values()))]
-    ]
-    capacity = plan.num_pages * plan.page_size
-    fits = (
-        "all of a step fits at once"
-        if plan.demand_pages <= plan.num_pages
-        else f"requests wait for pages: {plan.demand_pages / plan.num_pages:.1f} rounds"
+def _too_short_a_timeout(config: Config, seconds: float) -> str | None:
+    timeout_s = config.weight_sync.timeout_s
+    if config.rollout.backend.device == "cpu" or seconds <= timeout_s:
+        return None
+    return (
+        f"weight_sync.timeout_s: {timeout_s:g} ({config.origin('weight_sync.timeout_s')}) is less "
+        f"than a sync takes at the speed of the links, {seconds:.2f} s; raise it well above that"
     )
-    lines = [
-        f"{plan.name}: {plan.num_ranks} trainer rank(s), {plan.num_replicas} replica(s)",
-        "",
-        table(["parameters", "count", "share"], parameters, right=(1, 2)),
-        "",
-        table(["memory", "of", "size"], memory, right=(2,)),
-        "",
-        f"tokens of a training step: at most {plan.tokens_per_step:,}",
-        f"KV room of a replica: {plan.num_pages:,} pages of {plan.page_size} = {capacity:,} tokens"
-        + _room(plan.replica),
-        f"a step needs at most {plan.demand_pages:,} pages of it: {fits}",
-        *_sync_lines(plan),
-    ]
-    lines += [f"note: {notice}" for notice in plan.notices]
-    return "\n".join(lines)
 
 
-def gpu_table(plan: Plan, sizes: Sequence[int]) -> tuple[str, bool]:
-    """One row for each number of GPUs, and whether any of them works.
-
-    Trainer ranks and the split of a replica stay as configured, and replicas take the other GPUs.
-    The policy is not spread over several GPUs yet, so a model that needs that is refused here; its
-    weight sync is projected for shards on half of the GPUs (`sync_plan.sharded`).
-    """
-    rank_bytes, replica_bytes = sum(plan.trainer_bytes.values()), plan.replica.total_bytes
-    gpu_bytes = H200_BYTES if plan.replica.gpu_bytes is None else plan.replica.gpu_bytes
-    too_big = [
-        f"{who} needs {size_text(n)} and {cure}"
-        for who, n, cure in (
-            ("a trainer rank", rank_bytes, "cannot be spread over GPUs yet"),
-            ("a rank of a replica", replica_bytes, "rollout.backend.parallel has too few of them"),
-        )
-        if n > gpu_bytes
-    ]
-    rows = []
-    works, world = False, plan.sync.replica.world
-    for size in sizes:
-        replicas = (size - plan.num_ranks) // world
-        if too_big:
-            verdict = "refused: " + "; ".join(too_big)
-        elif replicas < 1:
-            needed = plan.num_ranks + world
-            verdict = f"refused: train.num_ranks and one replica are {needed} GPUs"
-        else:
-            verdict, works = "fits", True
-        setting = sharded(plan.sync, size, gpu_bytes) if too_big else None
-        if verdict == "fits":
-            setting = dataclasses.replace(plan.sync, num_replicas=replicas)
-        sync = "-" if setting is None else _sync_text(setting)
-        rows.append([str(size), str(plan.num_ranks), str(max(replicas, 0)), sync, verdict])
-    kind = "H200 GPUs" if plan.replica.gpu_bytes is None else f"GPUs of {size_text(gpu_bytes)}"
-    header = [kind, "trainer ranks", "replicas", "weight sync", "verdict"]
-    return table(header, rows, right=(0, 1, 2)), works
+def _is_here(path: Path, part: str) -> bool:
+    files = {
+        "tokenizer": ("tokenizer.json",),
+        "weights": ("model.safetensors", "model.safetensors.index.json"),
+    }
+    return any((path / name).is_file() for name in files[part])
 
 
-def _sync_lines(plan: Plan) -> list[str]:
-    found = plan.projection
-    mean = round(sum(found.sent_bytes) / len(found.sent_bytes))
-    lines = [
-        f"weight sync: {size_text(max(found.sent_bytes))} from the busiest trainer rank, "
-        f"{size_text(mean)} from a mean one, {size_text(max(found.received_bytes))} to each "
-        f"worker, in {found.num_rounds:,} rounds"
-    ]
-    if plan.sync.engine.device != "cpu":
-        lines.append(
-            f"projected on H200s: {found.seconds:.2f} s, floor {found.floor_s:.2f} s, at "
-            f"{LINKS.nic / 1e9:.0f} GB/s a GPU between nodes and {LINKS.nvlink / 1e9:.0f} inside"
-        )
-    return lines
-
-
-def _sync_text(setting: SyncSetting) -> str:
-    """'1.18 s, floor 1.10 s', and how a model is sharded that one GPU cannot hold."""
-    found = setting.project()
-    text = f"{found.seconds:.2f} s, floor {found.floor_s:.2f} s"
-    ranks, replicas, ep = setting.trainer.world, setting.num_replicas, setting.replica.world
-    return text if ep == 1 else f"{text} ({ranks} FSDP ranks to {replicas} x ep={ep})"
-
-
-def _room(replica: MemoryPlan) -> str:
-    if replica.max_num_pages is None:
-        return ""
-    return f"; its GPU has room for {replica.max_num_pages:,} pages"
+def _missing_reward(config: Config) -> list[str]:
+    """A module of the user's that cannot be imported here; it is looked for, not imported."""
+    target = config.reward.target
+    package = "" if target is None else target.partition(":")[0].partition(".")[0]
+    if not package or importlib.util.find_spec(package) is not None:
+        return []
+    return [f"reward.target: no module {package!r} here; put it on the path of Python (PYTHONPATH)"]
 
 
 def _engine_config(config: Config) -> model_config.EngineConfig:
@@ -258,24 +200,26 @@ def _run_dir_problems(config: Config) -> list[str]:
     return [f"run.dir: {nearest} {fault} ({config.origin('run.dir')}); choose another run.dir"]
 
 
-def _dataset_problems(config: Config) -> list[str]:
-    problems = []
-    for key, dataset in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+def _dataset_problems(config: Config) -> Iterator[tuple[str, bool]]:
+    """What is wrong with each dataset, and whether it is a file that is missing."""
+    datasets: tuple[tuple[str, DatasetConfig | None], ...]
+    datasets = ("data.train", config.data.train), ("data.eval", config.data.eval)
+    for key, dataset in datasets:
         if dataset is None:
             continue
         try:
             if not list(itertools.islice(iterate_items(config, dataset, key), CHECKED_ITEMS)):
-                problems.append(f"{key}: the dataset is empty")
+                yield f"{key}: the dataset is empty", False
         except ConfigError as error:
-            problems.append(str(error))
-    return problems
+            file = dataset.path if dataset.kind == "file" else None
+            yield str(error), file is not None and not config.find(file).exists()
 
 
 def _notices(config: Config) -> list[str]:
     rollout = config.rollout
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     cut = [key for key, value in off.items() if getattr(rollout, key) != value]
-    notices = []
+    notices = list(idle_keys(config))
     if cut:
         notices.append(
             f"rollout.{cut[0]}: {getattr(rollout, cut[0])} truncates the sampling distribution, "
@@ -301,15 +245,24 @@ def _measure(
     model: model_config.ModelConfig,
     replica: MemoryPlan,
     notices: tuple[str, ...],
+    needed: tuple[str, ...],
 ) -> Plan:
     rollout = config.rollout
     prompt, completion = config.data.max_prompt_tokens, rollout.max_tokens
     page, pages = model.index_block_size, rollout.backend.engine.num_pages
     parameters = count_parameters(model)
     ranks, replicas = config.train.num_ranks, rollout.backend.num_replicas
-    trainer = TrainerShards(ranks, replicas=ranks)
-    engine, wire = _engine_config(config), config.weight_sync.wire
-    sync = SyncSetting(model, engine, trainer, _parallel(config), replicas, wire)
+    trainer = TrainerShards(ranks, ep=config.train.parallel.ep)
+    sync = SyncSetting(
+        model,
+        _engine_config(config),
+        trainer,
+        _parallel(config),
+        replicas,
+        wire=config.weight_sync.wire,
+        delta=config.weight_sync.delta,
+        chunk_bytes=config.weight_sync.chunk_mib << 20,
+    )
     # Of a dp group: each has its own pages, and the requests are shared out.
     per_replica = -(-rollout.prompts_per_step // (replicas * sync.replica.dp))
     shared = prompt // page
@@ -329,6 +282,7 @@ def _measure(
         num_pages=pages,
         demand_pages=min(per_replica, running) * shared + running * own,
         notices=notices,
+        needed=needed,
     )
 
 

@@ -6,18 +6,22 @@ accelerate owns the device and the default process group; weight sync has groups
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from m3rl.grpo.loss import LossTotals
+from m3rl.parallel.mesh import RankMesh
 
 _ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -26,22 +30,43 @@ class RankGroup:
     """The ranks of one trainer, seen from one of them.
 
     Args:
-        init_method: where the ranks meet, 'tcp://host:port' or 'file://path'; unused by one rank.
+        device: 'cuda' takes the GPU that the process sees, or of several that of its rank.
+        init_method: where the ranks meet, 'tcp://host:port' of a `TCPStore` that listens already
+            and outlives them (`weight_sync.transport.Rendezvous`); unused by one rank.
         timeout_s: how long a collective waits for the other ranks.
+        ep, cp: ranks that split the experts, and the tokens of a packed row.
 
     Raises:
-        RuntimeError: the process already belongs to a group of another size.
+        ValueError: `ep` or `cp` does not divide `size`.
+        RuntimeError: the process already belongs to a group of another size, or sees no GPU.
     """
 
     def __init__(
-        self, rank: int, size: int, init_method: str | None, *, num_threads: int, timeout_s: float
+        self,
+        rank: int,
+        size: int,
+        init_method: str | None,
+        *,
+        device: str,
+        num_threads: int,
+        timeout_s: float,
+        ep: int = 1,
+        cp: int = 1,
     ) -> None:
         self.rank = rank
         self.size = size
+        if device == "cuda":
+            if not torch.cuda.is_available():
+                raise RuntimeError(
+                    f"train.device is cuda and trainer rank {rank} sees no GPU; set train.device: "
+                    "cpu, or start it where there is one"
+                )
+            # What cuBLAS needs to add in a fixed order; read when CUDA starts.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if size > 1:
-            _join(rank, size, init_method, timeout_s)
+            _join(rank, size, init_method, device, timeout_s)
         os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-        self.accelerator = Accelerator(cpu=True, mixed_precision="no")
+        self.accelerator = Accelerator(cpu=device == "cpu", mixed_precision="no")
         torch.set_num_threads(num_threads)
         if (self.accelerator.num_processes, self.accelerator.process_index) != (size, rank):
             raise RuntimeError(
@@ -49,6 +74,15 @@ class RankGroup:
                 f"{self.accelerator.num_processes}, not {rank} of {size}; "
                 "are RANK and WORLD_SIZE set in the environment?"
             )
+        self.mesh: RankMesh | None = None
+        """How the ranks share the policy; None: there is one."""
+        if size > 1:
+            self.mesh = RankMesh.of(rank, size, ep=ep, cp=cp, device=self.device)
+
+    @property
+    def num_sharers(self) -> int:
+        """Ranks that compute one packed row together."""
+        return 1 if self.mesh is None else self.mesh.cp
 
     @property
     def device(self) -> torch.device:
@@ -65,19 +99,6 @@ class RankGroup:
     def sum_array(self, values: np.ndarray) -> np.ndarray:
         """Elementwise sum over ranks of a host array."""
         return self.sum(torch.from_numpy(values).to(self.device)).cpu().numpy()
-
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace each gradient by its sum over ranks; a rank without one adds zeros.
-
-        One all-reduce a parameter, in a fixed order, not DDP's buckets: nothing has to be
-        multiplied back, and a resumed process adds in the same order (DDP regroups its buckets
-        after the first step).
-        """
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if self.size > 1:
-                dist.all_reduce(parameter.grad)
 
     def total(self, totals: LossTotals) -> LossTotals:
         """Totals of all ranks, added in rank order."""
@@ -100,26 +121,35 @@ class RankGroup:
                 os.environ.pop(name, None)
 
 
-def _join(rank: int, size: int, init_method: str | None, timeout_s: float) -> None:
+def _join(rank: int, size: int, init_method: str | None, device: str, timeout_s: float) -> None:
     if init_method is None:
         raise ValueError(f"{size} trainer ranks need an init_method to meet at")
+    url = urlsplit(init_method)
+    if url.scheme != "tcp" or url.hostname is None or url.port is None:
+        raise ValueError(f"trainer ranks meet at tcp://host:port, not at {init_method!r}")
+    timeout = timedelta(seconds=timeout_s)
+    # Every rank is a client of the store: torch's own tcp:// would have rank 0 listen, on a port
+    # that another program may have taken since it was found free.
+    store = TCPStore(url.hostname, url.port, is_master=False, timeout=timeout)
     # accelerate believes in these rather than in the group that exists already.
     os.environ |= dict(zip(_ENVIRONMENT, map(str, (rank, rank, size, size)), strict=True))
-    dist.init_process_group(
-        "gloo",
-        init_method=init_method,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Inside, torch adds in a fixed order also with several threads (scatters and gathers)."""
+    """Inside, torch adds in a fixed order also with several threads (scatters and gathers).
+
+    It would fill fresh memory with NaN too, at the cost of writing everything twice.
+    """
     before = torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic
+    fills = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+        memory.fill_uninitialized_memory = fills

@@ -20,6 +20,8 @@ class OptimizerSettings:
     grad_clip: float | None
     """Largest L2 norm of the whole gradient; None: unbounded."""
     warmup_steps: int
+    offload: bool = False
+    """Keep AdamW's moments in the host's memory."""
 
     def lr_at(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 0."""
@@ -34,15 +36,21 @@ class RankSettings:
     optimizer: OptimizerSettings
     dtype: str
     """'float32' | 'bfloat16': of the weights in the forward pass and on the wire."""
-    attention: str
     replay_routing: bool
     micro_batch_tokens: int
-    """Most tokens of one forward pass, padding included."""
+    """Most tokens of one forward pass."""
     old_logprobs: Literal["behaviour", "recompute"]
     """π_old: the engine's log-probabilities, or the trainer's own before the first update."""
     updates_per_batch: int
     seed: int
     num_threads: int
+    device: Literal["cpu", "cuda"] = "cpu"
+    replay_blocks: bool = False
+    activation_checkpointing: bool = False
+    ep: int = 1
+    """Ranks that split the experts."""
+    cp: int = 1
+    """Ranks that split the tokens of a packed row."""
     timeout_s: float = 600.0
     """How long a collective waits for the other ranks."""
 

@@ -18,13 +18,20 @@ from m3rl.checkpoint import CheckpointError
 
 
 def save_rank_state(
-    path: Path, rank: int, world_size: int, optimizer_tensors: dict[str, Tensor], step: int
+    path: Path,
+    rank: int,
+    world_size: int,
+    optimizer_tensors: dict[str, Tensor],
+    step: int,
+    *,
+    ep: int,
 ) -> None:
     """Write a trainer rank's part of a checkpoint; every rank calls it at the same time.
 
     Args:
         optimizer_tensors: what this rank holds of the optimizer's state, by name; may be empty.
         step: optimizer steps taken.
+        ep: ranks that split the experts.
     """
     if optimizer_tensors:
         with _quiet():
@@ -32,12 +39,12 @@ def save_rank_state(
                 optimizer_tensors, checkpoint_id=path / "optimizer", no_dist=world_size == 1
             )
     (path / "ranks").mkdir(exist_ok=True)
-    state = {"step": step, "world_size": world_size, "rng": rng_state()}
+    state = {"step": step, "world_size": world_size, "ep": ep, "rng": rng_state()}
     torch.save(state, path / "ranks" / f"{rank:05d}.pt")
 
 
 def load_rank_state(
-    path: Path, rank: int, world_size: int, optimizer_tensors: dict[str, Tensor]
+    path: Path, rank: int, world_size: int, optimizer_tensors: dict[str, Tensor], *, ep: int
 ) -> int:
     """Restore what `save_rank_state` wrote: optimizer state in place, RNGs of the process.
 
@@ -48,7 +55,8 @@ def load_rank_state(
         Optimizer steps taken.
 
     Raises:
-        CheckpointError: the checkpoint was written by another number of ranks, or lacks this one.
+        CheckpointError: the checkpoint was written by another number of ranks or with experts split
+            over another one, or it lacks this rank.
     """
     file = path / "ranks" / f"{rank:05d}.pt"
     written = sorted((path / "ranks").glob("*.pt"))
@@ -58,6 +66,11 @@ def load_rank_state(
             f"resume it with train.num_ranks={len(written)}"
         )
     state = torch.load(file, weights_only=True)
+    if state["ep"] != ep:
+        raise CheckpointError(
+            f"{path} was written with the experts split over {state['ep']} trainer ranks and this "
+            f"run splits them over {ep}; resume it with train.parallel.ep={state['ep']}"
+        )
     if state["step"] > 0:
         with _quiet():
             state_dict_loader.load(

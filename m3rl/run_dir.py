@@ -126,14 +126,16 @@ class RunDirectory:
             )
         stored = self.path / "config.yaml"
         if stored.exists():
-            differences = config.differences(Config.load(stored, []))
-            if differences:
+            before = Config.load(stored, [])
+            if differences := config.differences(before):
                 listed = "\n  ".join(differences)
                 raise ConfigError(
                     f"run.dir={self.path} was started with another configuration "
                     f"({stored}); these keys differ:\n  {listed}\n"
                     "Use the same values to go on with it, or another run.dir to start anew."
                 )
+            for change in config.free_differences(before):
+                logger.info("changed for the rest of the run: %s", change)
         temporary = stored.with_suffix(".yaml.tmp")
         temporary.write_text(config.resolved_yaml())
         temporary.replace(stored)

@@ -15,6 +15,7 @@ from m3rl import checkpoint
 from m3rl.assemble import rank_settings
 from m3rl.config import Config, ConfigError
 from m3rl.data import PromptStream, load_data
+from m3rl.errors import M3rlError
 from m3rl.jobs import measure
 from m3rl.launch import TrainerRanks
 from m3rl.metrics import MetricsWriter, Progress
@@ -67,6 +68,7 @@ def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> 
     )
     stack.callback(ranks.close)
     step, line = _restore(config, run, ranks, stream)
+    skipped = 0.0 if line is None else line["optim/skipped_updates"]
     writer = MetricsWriter(
         run.path, config.to_dict(), config.logging.wandb, resume_step=step, resume_line=line
     )
@@ -84,7 +86,9 @@ def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> 
                 batch = pad(rows)
             with watch("time/train"):
                 record: dict[str, Any] = ranks.all("sft_step", *batch)[0]
-                record["weights_hash"] = ranks.one(0, "master_hash")
+                record["weights_hash"] = ranks.all("master_hash")[0]
+            skipped += record["optim/update_skipped"]
+            record["optim/skipped_updates"] = skipped
             if held_out is not None and step % config.sft.eval_every == 0:
                 with watch("time/validate"):
                     record["sft/greedy_accuracy"] = ranks.all("greedy_accuracy", *held_out)[0]
@@ -103,7 +107,13 @@ def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> 
             writer.log(step, record | watch.record())
             shown = ("sft/loss", "sft/greedy_accuracy")
             progress.update({key: record[key] for key in shown if key in record})
-        ranks.one(0, "save_model", output, "float32")
+            if skipped > config.train.max_skipped_updates:
+                raise M3rlError(
+                    f"{skipped:.0f} steps were skipped for a loss or gradient that is not finite; "
+                    f"train.max_skipped_updates={config.train.max_skipped_updates}. A lower sft.lr "
+                    "is the usual cure"
+                )
+        ranks.all("save_model", output, "float32")
         exit_code = 0
     finally:
         progress.close()

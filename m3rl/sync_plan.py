@@ -10,16 +10,17 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 from inference.config import ConfigError, EngineConfig, ModelConfig
 from inference.memory import plan_memory
-from inference.models.name_map import TensorSpec, published_tensors
+from inference.models.name_map import TensorSpec, published_tensors, transformers_placement
 from inference.parallel.config import ParallelConfig
 from inference.parallel.shards import runtime_shards
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.layout import whole
 from m3rl.weight_sync.simulate import Links, Projection, simulate
-from m3rl.weight_sync.trainer_layout import TrainerShards, trainer_layout
+from m3rl.weight_sync.trainer_layout import TrainerShards, trainer_layouts
 
 LINKS = Links()
 
@@ -36,6 +37,10 @@ class SyncSetting:
     num_replicas: int = 1
     wire: str = "bf16"
     """See `WeightSyncConfig.wire`."""
+    delta: bool = False
+    """Whether trainer ranks remember what they send; then replicas alike share one plan."""
+    chunk_bytes: int = 256 << 20
+    """Most that a worker receives in a round."""
 
     def project(self) -> Projection:
         """One sync of all replicas.
@@ -43,19 +48,37 @@ class SyncSetting:
         Raises:
             ConfigError, LayoutError, PlanError: it cannot be split so.
         """
-        model, repeats = one_layer_of_each_kind(self.model)
-        tensors = published_layout(model, self.engine.dtype)
-        ranks, workers = range(self.trainer.world), range(self.replica.world)
-        return simulate(
-            [trainer_layout(tensors, self.trainer, rank) for rank in ranks],
-            [runtime_layout(model, self.engine, self.replica, rank) for rank in workers],
-            num_replicas=self.num_replicas,
-            repeats=repeats,
-            wire=self.wire,
-            links=LINKS,
-        )
+        return _project(self)
+
+    def with_shards(self, num_ranks: int | None = None) -> SyncSetting:
+        """The same with FSDP over all trainer ranks, the experts split inside each node.
+
+        Args:
+            num_ranks: of the trainer; None: as many as there are.
+        """
+        world = self.trainer.world if num_ranks is None else num_ranks
+        trainer = TrainerShards(world, ep=math.gcd(world, LINKS.gpus_per_node))
+        return dataclasses.replace(self, trainer=trainer)
 
 
+@cache
+def _project(setting: SyncSetting) -> Projection:
+    model, repeats = one_layer_of_each_kind(setting.model)
+    tensors = published_layout(model, setting.engine.dtype)
+    workers = range(setting.replica.world)
+    return simulate(
+        trainer_layouts(tensors, transformers_placement(model), setting.trainer),
+        [runtime_layout(model, setting.engine, setting.replica, rank) for rank in workers],
+        num_replicas=setting.num_replicas,
+        repeats=repeats,
+        chunk_bytes=setting.chunk_bytes,
+        takes_turns=not setting.delta,
+        wire=setting.wire,
+        links=LINKS,
+    )
+
+
+@cache
 def one_layer_of_each_kind(model: ModelConfig) -> tuple[ModelConfig, dict[str, int]]:
     """The model with one layer of each kind, and for the bucket of each how many it stands for.
 
@@ -103,20 +126,19 @@ def sharded(setting: SyncSetting, num_gpus: int, gpu_bytes: int) -> SyncSetting 
     """A way to use so many GPUs for a model that one cannot hold; None if no replica fits.
 
     Half of them train, with FSDP and the experts split inside each node; the others are replicas
-    with data-parallel attention, each on the fewest GPUs (a power of two) that hold it. Whether the
-    trainer's shards fit is not looked at.
+    as they are split now or, where that does not fit, with data-parallel attention, each on the
+    fewest GPUs (a power of two) that hold it. Whether the trainer's shards fit is not looked at.
     """
     half = num_gpus // 2
-    for parallel in _expert_parallel(half):
+    for parallel in (setting.replica, *_expert_parallel(half)):
+        if parallel.world > half:
+            continue
         try:
             plan_memory(setting.model, setting.engine, parallel, gpu_bytes=gpu_bytes)
         except ConfigError:
             continue  # it does not divide, or is too large still
         return dataclasses.replace(
-            setting,
-            trainer=TrainerShards(half, ep=math.gcd(half, LINKS.gpus_per_node)),
-            replica=parallel,
-            num_replicas=half // parallel.world,
+            setting.with_shards(half), replica=parallel, num_replicas=half // parallel.world
         )
     return None
 

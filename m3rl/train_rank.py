@@ -1,4 +1,4 @@
-"""One trainer rank: a whole policy, the gradients of some rows, the same steps as all others.
+"""One trainer rank: its part of a policy, the gradients of some rows, the same steps as all others.
 
 Public methods are called on all ranks at the same time with the same arguments, and return the same
 metrics on all of them.
@@ -16,18 +16,19 @@ import torch
 from torch import Tensor
 
 from m3rl.checkpoint import MODEL_FILES, CheckpointError, write_model_directory
-from m3rl.grpo.batch import micro_batches, shard_rows, sharding_metrics, split_minibatches
+from m3rl.grpo.batch import plan_micro_batches, sharding_metrics, split_minibatches
 from m3rl.grpo.loss import (
     LossInputs,
     LossOutput,
     LossTotals,
+    StepCounts,
     cross_entropy,
     grpo_loss,
     over_steps,
 )
 from m3rl.grpo.micro import MicroBatch
 from m3rl.grpo.mismatch import mismatch_metrics
-from m3rl.grpo.replay import RecordedRouting, RoutingStats, recorded_routing
+from m3rl.grpo.replay import ChoiceStats, record_of
 from m3rl.optimizer import Optimizer
 from m3rl.policy import Policy
 from m3rl.rank_group import RankGroup, deterministic
@@ -36,7 +37,7 @@ from m3rl.rank_state import load_rank_state, save_rank_state
 from m3rl.types import TrainBatch
 
 LossOf = Callable[[MicroBatch, Tensor, Tensor], LossOutput]
-"""(micro-batch, logprobs_T, entropy_T) -> its part of the step's loss."""
+"""(micro-batch, logprobs and entropy of its trained tokens) -> its part of the step's loss."""
 
 
 @dataclass(slots=True)
@@ -46,14 +47,14 @@ class _Observed:
     rows: np.ndarray
     """Rows of the batch, over all ranks, that were looked at."""
     logprobs_BS: np.ndarray
-    stats: RoutingStats
+    stats: ChoiceStats
 
 
 class TrainRank:
     """Trains a policy together with the other `world_size` - 1 ranks; owns its process.
 
     Args:
-        init_method: where the ranks meet, 'tcp://host:port' or 'file://path'; unused by one rank.
+        init_method: where the ranks meet (`RankGroup`); unused by one rank.
     """
 
     def __init__(
@@ -65,9 +66,15 @@ class TrainRank:
             rank,
             world_size,
             init_method,
+            device=settings.device,
             num_threads=settings.num_threads,
             timeout_s=settings.timeout_s,
+            ep=settings.ep,
+            cp=settings.cp,
         )
+        self._num_shares = world_size // self._group.num_sharers
+        # Ranks that share rows all have their log-probabilities and so their loss: one counts.
+        self._speaks = rank % self._group.num_sharers == 0
         torch.manual_seed(settings.seed)
 
     @property
@@ -101,9 +108,13 @@ class TrainRank:
         self.policy = Policy.for_model(
             path,
             dtype=settings.dtype,
-            attention=settings.attention,
             replay_routing=settings.replay_routing,
-        ).to(self._group.device)
+            replay_blocks=settings.replay_blocks,
+            activation_checkpointing=settings.activation_checkpointing,
+            mesh=self._group.mesh,
+        )
+        if self._group.mesh is None:  # else it is there already
+            self.policy.to(self.device)
         fill(self.policy)
         self._optimizer = Optimizer(self.policy, settings.optimizer, self._group)
         self._reference = self.policy.frozen_copy() if settings.loss.kl_coef > 0 else None
@@ -114,8 +125,9 @@ class TrainRank:
 
         `mismatch/*` and `m3/*` speak about the rows seen at the weights before the first step: all
         of them, but with several updates and behaviour log-probabilities those of the first step.
-        A batch without a trained token changes nothing. A step whose loss or gradient is not finite
-        is skipped on all ranks, leaves the version as it is and counts in `optim/update_skipped`.
+        A batch without a trained token changes nothing and counts in `optim/update_empty`. A step
+        whose loss or gradient is not finite is skipped on all ranks, leaves the version as it is
+        and counts in `optim/update_skipped`.
         """
         minibatches = [
             rows
@@ -135,17 +147,21 @@ class TrainRank:
             if seen is not None:
                 metrics |= self._observed_metrics(batch, seen)
         metrics |= sharding_metrics(
-            minibatches, batch.length_B, self._group.size, self.settings.micro_batch_tokens
+            minibatches, batch.length_B, self._num_shares, self.settings.micro_batch_tokens
         )
+        metrics["optim/update_empty"] = float(not minibatches)
         metrics["optim/param_delta_frac"] = self.policy.changed_frac(before)
         metrics["policy/version"] = float(self.policy_version)
         return metrics
 
     def logprobs(self, batch: TrainBatch) -> np.ndarray:
         """[B, S] float32: log-probability of every trained token at the current weights, else 0."""
-        with deterministic():
-            seen = self._look(batch, [np.arange(len(batch.sample_ids))])
-            return self._group.sum_array(seen.logprobs_BS)
+        return self._logprobs_of(self.policy, batch)
+
+    def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
+        """`logprobs` under the KL's reference policy."""
+        assert self._reference is not None, "a KL coefficient above 0 keeps a reference"
+        return self._logprobs_of(self._reference, batch)
 
     def sft_step(
         self, ids_BS: np.ndarray, length_B: np.ndarray, loss_mask_BS: np.ndarray
@@ -186,11 +202,10 @@ class TrainRank:
     ) -> float:
         """Share of rows whose masked tokens greedy decoding would produce, every one of them."""
         hits_BS = np.zeros(ids_BS.shape, np.float32)
-        rows = shard_rows(np.arange(len(ids_BS)), length_B, self._group.size)[self.rank]
-        for part in micro_batches(rows, length_B, self.settings.micro_batch_tokens):
-            micro = MicroBatch.of(part, ids_BS, length_B, mask_BS, self._group.device)
-            hits_T = self.policy.greedy_hits(micro.ids_BS, micro.length_B, micro.mask_BS)
-            micro.put(hits_T.float(), hits_BS)
+        for micro in self._micro_batches(np.arange(len(ids_BS)), ids_BS, length_B, mask_BS):
+            hits_M = self.policy.greedy_hits(micro.ids_T, micro.packing, micro.targets_M)
+            if self._speaks:
+                micro.put(hits_M.float(), hits_BS)
         is_hit_BS = self._group.sum_array(hits_BS) > 0
         return float((is_hit_BS | ~mask_BS).all(1).mean())
 
@@ -201,10 +216,14 @@ class TrainRank:
     def save(self, path: str | Path) -> None:
         """Write this rank's part of a checkpoint into `path`; rank 0 makes it a model path too."""
         path = Path(path)
-        if self.rank == 0:
-            self._write_model(path, "float32")
+        self._write_model(path, "float32")
         save_rank_state(
-            path, self.rank, self._group.size, self._optimizer.tensors(), self.policy_version
+            path,
+            self.rank,
+            self._group.size,
+            self._optimizer.tensors(),
+            self.policy_version,
+            ep=self.settings.ep,
         )
 
     def load(self, path: str | Path) -> int:
@@ -224,7 +243,7 @@ class TrainRank:
             )
         self.policy.load(path)
         self._optimizer.num_steps = load_rank_state(
-            path, self.rank, self._group.size, self._optimizer.allocate()
+            path, self.rank, self._group.size, self._optimizer.allocate(), ep=self.settings.ep
         )
         return self.policy_version
 
@@ -234,10 +253,16 @@ class TrainRank:
         Args:
             dtype: 'float32' keeps the masters; 'bfloat16' rounds all but the router's tensors.
         """
-        write_model_directory(Path(path), lambda folder: self._write_model(folder, dtype))
+        if self.rank == 0:
+            write_model_directory(Path(path), lambda folder: self._write_model(folder, dtype))
+        else:
+            self._write_model(Path(path), dtype)
 
     def _write_model(self, path: Path, dtype: str) -> None:
+        """Rank 0 writes; the others give it what they own."""
         self.policy.save(path, dtype)
+        if self.rank != 0:
+            return
         for name in MODEL_FILES:
             if (self._model_path / name).exists():
                 shutil.copyfile(self._model_path / name, path / name)
@@ -257,13 +282,13 @@ class TrainRank:
             return batch.behaviour_logprobs_BS, None
         if len(minibatches) <= 1:
             return None, None
-        seen = self._look(batch, minibatches)
+        seen = self._look(self.policy, batch, minibatches)
         return self._group.sum_array(seen.logprobs_BS), seen
 
     def _grpo_loss_of(
         self, batch: TrainBatch, rows: np.ndarray, old_BS: np.ndarray | None
     ) -> LossOf:
-        denominator = float(batch.loss_mask_BS[rows].sum())
+        step = StepCounts.of(batch.loss_mask_BS[rows])
 
         def loss_of(micro: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> LossOutput:
             inputs = LossInputs(
@@ -273,14 +298,16 @@ class TrainRank:
                 advantages_T=micro.per_token(batch.advantages_B),
                 entropy_T=entropy_T,
                 ref_logprobs_T=self._reference_logprobs(batch, micro),
+                sequence_T=micro.per_token(np.arange(len(batch.sample_ids))),
+                num_sequences=len(batch.sample_ids),
             )
-            return grpo_loss(inputs, self.settings.loss, denominator)
+            return grpo_loss(inputs, self.settings.loss.with_kl_coef(batch.kl_coef), step)
 
         return loss_of
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: TrainBatch, micro: MicroBatch) -> Tensor | None:
-        if self._reference is None:
+        if self._reference is None or self.settings.loss.kl_in_reward:
             return None
         return self._forward(self._reference, batch, micro, None)[0]
 
@@ -289,37 +316,45 @@ class TrainRank:
     ) -> dict[str, float]:
         """One optimizer step on `rows` by all ranks; notes in `seen` what the forwards showed."""
         totals = LossTotals()
-        for micro in self._micro_batches(batch, rows):
+        for micro in self._share_of(batch, rows):
             stats = None if seen is None else seen.stats
             logprobs_T, entropy_T = self._forward(self.policy, batch, micro, stats)
             output = loss_of(micro, logprobs_T, entropy_T)
-            self._group.accelerator.backward(output.loss)
+            self._group.accelerator.backward(output.loss * float(self._speaks))
+            if not self._speaks:
+                continue
             totals.add_output(output)
             if seen is not None:
                 micro.put(logprobs_T, seen.logprobs_BS)
         totals = self._group.total(totals)
         return totals.metrics() | self._optimizer.step(totals.loss)
 
+    def _logprobs_of(self, policy: Policy, batch: TrainBatch) -> np.ndarray:
+        rows = np.arange(len(batch.sample_ids))
+        with deterministic():
+            return self._group.sum_array(self._look(policy, batch, [rows]).logprobs_BS)
+
     @torch.no_grad()
-    def _look(self, batch: TrainBatch, minibatches: list[np.ndarray]) -> _Observed:
+    def _look(self, policy: Policy, batch: TrainBatch, minibatches: list[np.ndarray]) -> _Observed:
         """Forward passes alone, in the micro-batches that the steps will have."""
         seen = self._observed(batch, np.concatenate(minibatches))
         for rows in minibatches:
-            for micro in self._micro_batches(batch, rows):
-                logprobs_T, _ = self._forward(self.policy, batch, micro, seen.stats)
-                micro.put(logprobs_T, seen.logprobs_BS)
+            for micro in self._share_of(batch, rows):
+                logprobs_T, _ = self._forward(policy, batch, micro, seen.stats)
+                if self._speaks:
+                    micro.put(logprobs_T, seen.logprobs_BS)
         return seen
 
     def _observed(self, batch: TrainBatch, rows: np.ndarray) -> _Observed:
         config = self.policy.config
-        stats = RoutingStats.zeros(len(config.moe_layers), config.num_local_experts)
+        stats = ChoiceStats.zeros(len(config.moe_layers), config.num_local_experts, self.device)
         return _Observed(rows, np.zeros(batch.ids_BS.shape, np.float32), stats)
 
     def _observed_metrics(self, batch: TrainBatch, seen: _Observed) -> dict[str, float]:
         mask_RS = batch.loss_mask_BS[seen.rows]
         trainer_BS = self._group.sum_array(seen.logprobs_BS)
-        stats = RoutingStats(
-            self._group.sum(seen.stats.load_LE), self._group.sum(seen.stats.totals)
+        stats = ChoiceStats(
+            self._group.sum(seen.stats.load_LE), self._group.sum(seen.stats.totals_23)
         )
         return (
             mismatch_metrics(
@@ -327,40 +362,38 @@ class TrainRank:
                 batch.behaviour_logprobs_BS[seen.rows][mask_RS],
                 cap=self.settings.loss.importance_cap,
             )
-            | stats.metrics(is_replayed=self.settings.replay_routing)
+            | stats.metrics(
+                replays_experts=self.settings.replay_routing,
+                replays_blocks=self.settings.replay_blocks,
+            )
             | {"m3/correction_bias_abs_max": self.policy.correction_bias_abs_max()}
         )
 
-    def _micro_batches(self, batch: TrainBatch, rows: np.ndarray) -> Iterator[MicroBatch]:
-        """This rank's share of `rows`."""
-        shard = shard_rows(rows, batch.length_B, self._group.size)[self.rank]
-        for micro_rows in micro_batches(shard, batch.length_B, self.settings.micro_batch_tokens):
-            yield MicroBatch.of(
-                micro_rows, batch.ids_BS, batch.length_B, batch.loss_mask_BS, self._group.device
-            )
+    def _share_of(self, batch: TrainBatch, rows: np.ndarray) -> Iterator[MicroBatch]:
+        return self._micro_batches(rows, batch.ids_BS, batch.length_B, batch.loss_mask_BS)
+
+    def _micro_batches(
+        self, rows: np.ndarray, ids_BS: np.ndarray, length_B: np.ndarray, mask_BS: np.ndarray
+    ) -> Iterator[MicroBatch]:
+        """This rank's share of `rows`: as many micro-batches as every other rank has."""
+        plan = plan_micro_batches(
+            rows, length_B, self._num_shares, self.settings.micro_batch_tokens
+        )
+        share, place = divmod(self.rank, self._group.num_sharers)
+        sharing = {"place": place, "num_sharers": self._group.num_sharers}
+        for mine in plan[share]:
+            yield MicroBatch.of(mine, ids_BS, length_B, mask_BS, self.device, **sharing)
 
     def _forward(
-        self, policy: Policy, batch: TrainBatch, micro: MicroBatch, stats: RoutingStats | None
+        self, policy: Policy, batch: TrainBatch, micro: MicroBatch, stats: ChoiceStats | None
     ) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = policy(
-            micro.ids_BS,
-            micro.length_B,
-            micro.mask_BS,
+            micro.ids_T,
+            micro.packing,
+            micro.targets_M,
             temperature=batch.temperature,
-            record=self._record(batch, micro),
-            stats=stats,
+            record=record_of(batch, micro, self.policy.config),
+            stats=stats if len(micro.rows) else None,
+            entropy_grad=self.settings.loss.entropy_coef > 0,
         )
         return result
-
-    def _record(self, batch: TrainBatch, micro: MicroBatch) -> RecordedRouting | None:
-        if batch.routing is None:
-            return None
-        config = self.policy.config
-        return recorded_routing(
-            [batch.routing[row] for row in micro.rows],
-            batch.length_B[micro.rows],
-            micro.ids_BS.shape[1],
-            num_layers=len(config.moe_layers),
-            topk=config.num_experts_per_tok,
-            num_experts=config.num_local_experts,
-        )

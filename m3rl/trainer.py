@@ -23,16 +23,16 @@ from m3rl.completion_metrics import completion_metrics
 from m3rl.config import Config, ConfigError
 from m3rl.data import PromptStream, load_data
 from m3rl.errors import M3rlError
-from m3rl.grpo.batch import batch_metrics, build_batch
 from m3rl.launch import TrainerRanks
 from m3rl.metrics import MetricsWriter, Progress
 from m3rl.report import accuracy_table, choose_samples, sample_table
 from m3rl.rollout.chat import ChatFormat
-from m3rl.rollout.heal import Healer
+from m3rl.rollout.heal import GivenUpError, Healer
 from m3rl.rollout.placement import node_address, ray_cluster
 from m3rl.rollout.records import write_completions
 from m3rl.run_dir import RunDirectory, check_same_model
 from m3rl.stopwatch import Stopwatch
+from m3rl.training_batch import BatchMaker
 from m3rl.types import Group, TrainBatch
 from m3rl.weight_sync.errors import SyncError
 
@@ -91,6 +91,9 @@ class Trainer:
         self._stream = PromptStream(data.train, seed=config.run.seed, shuffle=config.data.shuffle)
         self._start_processes(chat, data, stack)
         self._sampling = rollout_sampling(config)
+        self._batches = BatchMaker(
+            config, lambda batch: self._ranks.all("reference_logprobs", batch)[0]
+        )
         self._step = self._version = self._skipped = 0
         self._earlier_s = 0.0
         self._began = time.monotonic()
@@ -109,8 +112,9 @@ class Trainer:
         self._heal = Healer(
             self._backend,
             bring=self._bring,
-            forget=lambda replica: self._sync.forget(replica),
+            forget=self._forget,
             max_restarts=config.rollout.backend.max_restarts,
+            lose=lambda replicas: self._sync.lose(replicas),
         )
         self._collector = self._rollouts.collector(self._heal)
         self._sync = weight_sync(
@@ -158,7 +162,7 @@ class Trainer:
         self._run.cut_evaluations(0 if self._found is None else self._found.step)
         if self._found is None:
             self._ranks.all("load_initial", self._model_path)
-            self._initial_hash = self._ranks.one(0, "master_hash")
+            self._initial_hash = self._ranks.all("master_hash")[0]
             logger.info("starting from %s; run directory %s", self._model_path, self._run.path)
             return None
         state = self._found.state
@@ -169,6 +173,7 @@ class Trainer:
         self._step, self._version = state["step"], state["version"]
         self._skipped, self._earlier_s = state["skipped_updates"], state["seconds"]
         self._heal.num_restarts = state["restarts"]
+        self._batches.kl.coef = state["kl_coef"]
         logger.info("resumed from step %d (%s)", self._step, self._found.path)
         return dict(state["metrics"])
 
@@ -179,7 +184,7 @@ class Trainer:
             self._ranks.all("load_initial", str(self._found.path))
             return
         self._ranks.all("load_initial", self._model_path)
-        if self._ranks.one(0, "master_hash") != self._initial_hash:
+        if self._ranks.all("master_hash")[0] != self._initial_hash:
             raise ConfigError(
                 f"model.path={self._model_path}: the weights there are not those that the run "
                 "began with, and grpo.kl.coef > 0 needs them as its reference; restore them"
@@ -191,20 +196,28 @@ class Trainer:
         with watch("time/data"):
             prompts = self._stream.take(config.rollout.prompts_per_step)
         with watch("time/generate"):
-            groups, faults = self._collector.collect(
-                prompts, config.rollout.group_size, self._sampling
+            groups, faults = self._collector.collect_refilled(
+                prompts,
+                config.rollout.group_size,
+                self._sampling,
+                take=self._stream.take,
+                has_signal=self._batches.has_signal,
+                max_rounds=config.grpo.refill_rounds,
             )
         watch.move("time/generate", "time/reward", faults.reward_s)
-        with watch("time/advantage"):
-            batch = self._batch(groups)
         record: dict[str, Any] = completion_metrics(
             groups, version=self._version, think_end_id=self._think_end_id
         )
-        record |= batch_metrics(groups, batch, advantage=config.grpo.advantage)
+        with watch("time/advantage"):
+            batch, about_batch = self._batches.make(groups)
+        if self._batches.reference_s > 0:
+            watch.move("time/advantage", "time/ref_logprob", self._batches.reference_s)
+        record |= about_batch
         record |= faults.metrics() | self._data_counts | {"data/epoch": self._stream.epoch}
         with watch("time/train"):
             record |= self._ranks.all("update", batch)[0]
-            record["weights_hash"] = self._ranks.one(0, "master_hash")
+            record["weights_hash"] = self._ranks.all("master_hash")[0]
+        self._batches.kl.update(record.get("policy/kl_ref_k3"))
         self._skipped += int(record.get("optim/update_skipped", 0))
         self._version = int(record["policy/version"])
         with watch("time/refit"):
@@ -218,7 +231,7 @@ class Trainer:
         self._show_samples(step, groups, writer)
         record |= _throughput(groups, batch, watch)
         record["fault/worker_restarts"] = float(self._heal.num_restarts - restarts_before)
-        record["data/consumed_prompts"] = float(step * config.rollout.prompts_per_step)
+        record["data/consumed_prompts"] = float(self._stream.num_taken)
         self._step = step
         if self._is_save_step(step):
             with watch("time/checkpoint"):
@@ -233,16 +246,6 @@ class Trainer:
             }
         )
 
-    def _batch(self, groups: list[Group]) -> TrainBatch:
-        grpo = self._config.grpo
-        return build_batch(
-            groups,
-            temperature=self._config.rollout.temperature,
-            advantage=grpo.advantage,
-            skip_zero_variance=grpo.skip_zero_variance,
-            truncated=grpo.truncated,
-        )
-
     def _sync_weights(self) -> dict[str, Any]:
         """Bring every replica to the ranks' version; those that fail are restarted or dropped.
 
@@ -254,8 +257,10 @@ class Trainer:
 
         Raises:
             SyncError: fewer than weight_sync.min_replicas hold the version in the end.
+            TrainingError: every replica fails the probe.
         """
         report = self._sync.sync(self._version, self._backend.alive)
+        self._stop_if_condemned()
         for replica, reason in report.failed.items():
             logger.error("replica %d failed in the weight sync: %s", replica, reason)
             self._heal(replica)
@@ -267,9 +272,23 @@ class Trainer:
             )
         return report.metrics() | {"fault/sync_failures": float(len(report.failed))}
 
-    def _bring(self, replica: int) -> None:
-        """Give a fresh replica the current weights."""
-        self._sync.bring(replica, self._version, self._backend.receivers(replica))
+    def _bring(self, replica: int) -> list[int]:
+        """Give a fresh replica the current weights; see `WeightSync.bring`."""
+        try:
+            return self._sync.bring(replica, self._version, self._backend.receivers(replica))
+        except SyncError as error:
+            if reason := self._sync.gives_up(replica):
+                raise GivenUpError(reason) from error
+            raise
+
+    def _forget(self, replica: int) -> None:
+        self._stop_if_condemned()
+        self._sync.forget(replica)
+
+    def _stop_if_condemned(self) -> None:
+        """A restart mends a worker, not what is wrong with all of them."""
+        if reason := self._sync.condemns():
+            raise TrainingError(reason)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         metrics = self._rollouts.evaluate(self._collector)
@@ -318,6 +337,7 @@ class Trainer:
             "version": self._version,
             "stream": self._stream.state(),
             "skipped_updates": self._skipped,
+            "kl_coef": self._batches.kl.coef,
             "restarts": self._heal.num_restarts,
             "initial_hash": self._initial_hash,
             "seconds": self._seconds(),

@@ -18,6 +18,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 SOLVED = 1.0
 """Scorers give partial credit; only this is a solution."""
 RewardStatus = Literal["unscored", "ok", "error", "timeout", "nonfinite"]
+SampleId = tuple[int, int]
+"""(prompt ordinal, sample index)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class Completion:
     """[P + T - 1, sparse layers, K, topk] int32: selected blocks, -1 padded."""
 
     @property
-    def sample_id(self) -> tuple[int, int]:
+    def sample_id(self) -> SampleId:
         return (self.prompt_ordinal, self.sample_index)
 
 
@@ -119,7 +121,7 @@ class TrainBatch:
     the first token of a row is never trained on.
     """
 
-    sample_ids: list[tuple[int, int]]
+    sample_ids: list[SampleId]
     ids_BS: np.ndarray
     """int64, padded on the right with 0; padding is known by `length_B`, never by value."""
     length_B: np.ndarray
@@ -135,6 +137,8 @@ class TrainBatch:
     """Trained tokens of all rows; an optimizer step divides its loss by those of its own rows."""
     routing: list[np.ndarray | None] | None = None
     blocks: list[np.ndarray | None] | None = None
+    kl_coef: float | None = None
+    """Of the loss's KL term, where it adapts; None: that of the settings."""
 
 
 @dataclass(frozen=True, slots=True)

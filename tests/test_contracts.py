@@ -11,7 +11,14 @@ ROOT = Path(__file__).parents[1]
 
 DOORS = {
     "m3rl/rollout/m3_replica.py": ("inference",),
-    "m3rl/policy.py": ("inference.kernels", "inference.models.weights", "inference.config"),
+    "m3rl/policy": ("inference.kernels", "inference.models.weights", "inference.config"),
+    "m3rl/grpo/": (
+        "inference.config",
+        "inference.kernels.packing",
+        "inference.kernels.dispatch",
+    ),
+    "m3rl/parallel/": ("inference.kernels", "inference.models.weights", "inference.config"),
+    "m3rl/lora/": ("inference.kernels", "inference.models.weights", "inference.config"),
     "m3rl/weight_sync/": (
         "inference.config.MXFP8_BLOCK_SIZE",
         "inference.kernels.changed_values",

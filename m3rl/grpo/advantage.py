@@ -8,10 +8,10 @@ from typing import Literal
 
 import numpy as np
 
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
-ADVANTAGE_KINDS: tuple[AdvantageKind, ...] = ("grpo", "dr_grpo", "rloo")
+AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "batch_std", "maxrl"]
+ADVANTAGE_KINDS: tuple[AdvantageKind, ...] = ("grpo", "dr_grpo", "rloo", "batch_std", "maxrl")
 STD_EPS = 1e-6
-"""Added to a group's standard deviation; small against any reward scale a user would choose."""
+"""Added to a standard deviation; small against any reward scale a user would choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,16 @@ def group_advantages(
 ) -> GroupAdvantages:
     """Compare every reward with the rewards of its own group, found by id and never by position.
 
-    With R the rewards of one group of n: `grpo` is (R - mean) / (std + eps) with the population std
-    (arXiv:2402.03300), `dr_grpo` is R - mean (arXiv:2503.20783), `rloo` is R minus the mean of the
-    n - 1 others.
+    With R the rewards of one group of n:
+
+        grpo       (R - mean) / (std + eps), population std            arXiv:2402.03300
+        dr_grpo    R - mean                                            arXiv:2503.20783
+        rloo       R - mean of the n - 1 others                        arXiv:2402.14740
+        batch_std  (R - mean) / (std of R - mean over the batch + eps) REINFORCE++-baseline,
+                                                                       arXiv:2501.03262
+        maxrl      (R - mean) / mean, for rewards that are not         arXiv:2602.02710
+                   negative: rare successes count most
+
     A group whose largest and smallest reward are equal gets exact zeros: ten rewards of 0.1 have a
     computed std near 1e-9, which must not become a signal.
 
@@ -45,10 +52,11 @@ def group_advantages(
         rewards_B: one finite reward a sample.
         group_ids: the group of each sample; order and grouping are free.
         kind: which baseline.
-        eps: added to the std of `grpo`, in units of reward.
+        eps: added to the std of `grpo` and `batch_std`, in units of reward.
 
     Raises:
-        ValueError: unknown kind, lengths that differ, or a reward that is not finite.
+        ValueError: unknown kind, lengths that differ, a reward that is not finite, or with `maxrl`
+            one below 0.
     """
     if kind not in ADVANTAGE_KINDS:
         raise ValueError(f"advantage kind {kind!r} is unknown; use one of {ADVANTAGE_KINDS}")
@@ -60,6 +68,12 @@ def group_advantages(
         raise ValueError(
             f"reward of sample {bad} in group {group_ids[bad]!r} is {rewards[bad]}; "
             "leave unscored samples out of the group before comparing it"
+        )
+    if kind == "maxrl" and len(rewards) and rewards.min() < 0:
+        bad = int(rewards.argmin())
+        raise ValueError(
+            f"reward of sample {bad} in group {group_ids[bad]!r} is {rewards[bad]:g}; "
+            "grpo.advantage: maxrl divides by a group's mean reward and needs rewards of 0 or more"
         )
     members: dict[Hashable, list[int]] = {}
     for i, group_id in enumerate(group_ids):
@@ -75,6 +89,9 @@ def group_advantages(
             num_zero_variance += 1
         else:
             values[indices] = _advantages_of_one_group(group_rewards, kind, eps)
+    if kind == "batch_std":
+        # Groups are centred, so the batch is: its std is the root of the mean square.
+        values /= np.sqrt(np.sort(values**2).mean()) + eps if len(values) else 1.0
     return GroupAdvantages(
         values.astype(np.float32), is_zero_variance, len(members), num_zero_variance
     )
@@ -89,4 +106,6 @@ def _advantages_of_one_group(rewards_G: np.ndarray, kind: AdvantageKind, eps: fl
         return np.asarray(centred_G / (std + eps))
     if kind == "rloo":
         return np.asarray(centred_G * (len(rewards_G) / (len(rewards_G) - 1)))
+    if kind == "maxrl":
+        return np.asarray(centred_G / mean)
     return centred_G

@@ -7,15 +7,13 @@ another sample.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from m3rl.grpo.advantage import AdvantageKind, group_advantages
-from m3rl.types import Completion, Group, TrainBatch
-
-TruncatedRule = Literal["keep", "mask"]
+from m3rl.grpo.filters import TruncatedRule, is_flat, is_scored, is_trained
+from m3rl.types import Completion, Group, SampleId, TrainBatch
 
 
 def build_batch(
@@ -25,6 +23,7 @@ def build_batch(
     advantage: AdvantageKind,
     skip_zero_variance: bool,
     truncated: TruncatedRule,
+    rewards: Mapping[SampleId, float] | None = None,
 ) -> TrainBatch:
     """Make one right-padded batch of the completions that can teach something, sorted by sample id.
 
@@ -37,21 +36,23 @@ def build_batch(
     Args:
         temperature: of the sampling; the trainer divides its logits by it. Above 0.
         truncated: 'keep' trains on completions that ended by length, 'mask' does not.
+        rewards: shaped rewards of scored completions, for their advantages; None: their own, which
+            also say which groups have equal rewards.
 
     Raises:
         ValueError: a completion that is not its group's, arrays whose lengths differ, a repeated
-            sample id, temperature 0.
+            sample id, temperature 0, a reward that `group_advantages` refuses.
     """
     if temperature <= 0:
         raise ValueError(
             f"temperature={temperature} was used for sampling: greedy completions have no "
             "log-probability to train on; sample with rollout.temperature above 0"
         )
-    rows: list[tuple[Completion, float]] = []
-    for completion, value, is_flat in _with_advantages(groups, advantage):
-        is_masked = truncated == "mask" and completion.finish_reason == "length"
-        if not (is_masked or (skip_zero_variance and is_flat)) and completion.loss_mask.any():
-            rows.append((completion, value))
+    rows = [
+        (completion, value)
+        for completion, value, flat in _with_advantages(groups, advantage, rewards)
+        if is_trained(completion, truncated) and not (skip_zero_variance and flat)
+    ]
     rows.sort(key=lambda row: row[0].sample_id)
     return _pad(rows, temperature)
 
@@ -86,27 +87,27 @@ def _captured(arrays: list[np.ndarray | None]) -> list[np.ndarray | None] | None
 
 
 def _with_advantages(
-    groups: Sequence[Group], advantage: AdvantageKind
+    groups: Sequence[Group],
+    advantage: AdvantageKind,
+    rewards: Mapping[SampleId, float] | None,
 ) -> list[tuple[Completion, float, bool]]:
     """Scored completions of prompts that have at least two: (it, advantage, all rewards equal)."""
-    scored = [c for group in groups for c in _checked(group) if _is_scored(c)]
-    seen: set[tuple[int, int]] = set()
-    count: dict[int, int] = {}
+    scored = [c for group in groups for c in _checked(group) if is_scored(c)]
+    seen: set[SampleId] = set()
+    of_prompt: dict[int, list[float]] = {}
     for c in scored:
         if c.sample_id in seen:
             raise ValueError(f"sample {c.sample_id} occurs twice in one batch")
         seen.add(c.sample_id)
-        count[c.prompt_ordinal] = count.get(c.prompt_ordinal, 0) + 1
-    scored = [c for c in scored if count[c.prompt_ordinal] >= 2]
+        of_prompt.setdefault(c.prompt_ordinal, []).append(c.reward)
+    scored = [c for c in scored if len(of_prompt[c.prompt_ordinal]) >= 2]
     result = group_advantages(
-        [c.reward for c in scored], [c.prompt_ordinal for c in scored], kind=advantage
+        [c.reward if rewards is None else rewards[c.sample_id] for c in scored],
+        [c.prompt_ordinal for c in scored],
+        kind=advantage,
     )
-    flat = result.is_zero_variance_B.tolist()
+    flat = [is_flat(of_prompt[c.prompt_ordinal]) for c in scored]
     return list(zip(scored, result.values_B.tolist(), flat, strict=True))
-
-
-def _is_scored(completion: Completion) -> bool:
-    return bool(np.isfinite(completion.reward)) and completion.finish_reason in ("stop", "length")
 
 
 def _checked(group: Group) -> Iterable[Completion]:
@@ -131,12 +132,16 @@ def _checked(group: Group) -> Iterable[Completion]:
 
 
 def batch_metrics(
-    groups: Sequence[Group], batch: TrainBatch, *, advantage: AdvantageKind
+    groups: Sequence[Group],
+    batch: TrainBatch,
+    *,
+    advantage: AdvantageKind,
+    rewards: Mapping[SampleId, float] | None = None,
 ) -> dict[str, float]:
     """Statistics of advantages (`adv/*`; none without a scored group) and of what `batch` kept."""
     metrics: dict[str, float] = {}
-    with_advantages = _with_advantages(groups, advantage)
-    is_flat = {c.prompt_ordinal: flat for c, _, flat in with_advantages}
+    with_advantages = _with_advantages(groups, advantage, rewards)
+    flat_prompts = {c.prompt_ordinal: flat for c, _, flat in with_advantages}
     if with_advantages:
         values = np.asarray([value for _, value, _ in with_advantages])
         metrics = {
@@ -145,13 +150,13 @@ def batch_metrics(
             "adv/min": float(values.min()),
             "adv/max": float(values.max()),
             "adv/abs_mean": float(np.abs(values).mean()),
-            "adv/zero_frac": sum(is_flat.values()) / len(is_flat),
+            "adv/zero_frac": sum(flat_prompts.values()) / len(flat_prompts),
         }
     num_completions = sum(len(g.completions) for g in groups)
-    num_scored = sum(_is_scored(c) for g in groups for c in g.completions)
+    num_scored = sum(is_scored(c) for g in groups for c in g.completions)
     return metrics | {
         "data/unscored_completions": float(num_completions - num_scored),
-        "data/dropped_groups": float(len(groups) - len(is_flat)),
+        "data/dropped_groups": float(len(groups) - len(flat_prompts)),
         "data/train_rows": float(len(batch.sample_ids)),
         "data/loss_tokens": batch.denominator,
     }
@@ -184,37 +189,72 @@ def shard_rows(rows: np.ndarray, length_B: np.ndarray, num_ranks: int) -> list[n
     return [np.asarray(sorted(shard), np.int64) for shard in shards]
 
 
+def plan_micro_batches(
+    rows: np.ndarray, length_B: np.ndarray, num_ranks: int, max_tokens: int
+) -> list[list[np.ndarray]]:
+    """The micro-batches of each rank, equally many on all: a pure function of its arguments.
+
+    Ranks meet in collectives within every forward pass, so a rank that needs fewer has empty ones
+    at the end; its fullest come first, as those of the others do.
+
+    Args:
+        rows: indices into the batch.
+        length_B: tokens of every row of the batch.
+        max_tokens: of one micro-batch.
+
+    Raises:
+        ValueError: see `pack_rows`.
+    """
+    plan = [
+        pack_rows(shard, length_B, max_tokens) for shard in shard_rows(rows, length_B, num_ranks)
+    ]
+    most = max(map(len, plan))
+    empty = np.zeros(0, np.int64)
+    return [packed + [empty] * (most - len(packed)) for packed in plan]
+
+
+def pack_rows(rows: np.ndarray, length_B: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    """Fill micro-batches of up to `max_tokens` tokens: longest row first, each into the first with
+    room for it.
+
+    Returns:
+        Row indices of each, ascending; the fullest first.
+
+    Raises:
+        ValueError: a row is longer than `max_tokens`; rows are never cut.
+    """
+    room: list[int] = []
+    packed: list[list[int]] = []
+    for row in sorted(rows.tolist(), key=lambda r: (-int(length_B[r]), r)):
+        length = int(length_B[row])
+        if length > max_tokens:
+            raise ValueError(
+                f"row {row} has {length} tokens and policy.micro_batch_tokens={max_tokens}; rows "
+                f"are never cut: raise it to {length}, or leave out longer rows"
+            )
+        place = next((i for i, free in enumerate(room) if free >= length), len(room))
+        if place == len(room):
+            room.append(max_tokens)
+            packed.append([])
+        packed[place].append(row)
+        room[place] -= length
+    fullest_first = sorted(range(len(packed)), key=lambda i: (room[i], i))
+    return [np.asarray(sorted(packed[i]), np.int64) for i in fullest_first]
+
+
 def sharding_metrics(
     minibatches: Sequence[np.ndarray], length_B: np.ndarray, num_ranks: int, max_tokens: int
 ) -> dict[str, float]:
-    """`perf/padding_frac` of all micro-batches, `perf/seqlen_imbalance`: busiest rank over mean."""
-    padded, tokens_R = 0, np.zeros(num_ranks)
+    """`perf/padding_frac`: share of computed tokens that are no row's (the one token of an empty
+    micro-batch); `perf/seqlen_imbalance`: tokens of the busiest rank over the mean."""
+    num_empty, tokens_R = 0, np.zeros(num_ranks)
     for rows in minibatches:
-        for rank, shard in enumerate(shard_rows(rows, length_B, num_ranks)):
-            tokens_R[rank] += length_B[shard].sum()
-            for micro in micro_batches(shard, length_B, max_tokens):
-                padded += len(micro) * int(length_B[micro].max())
-    if not padded:
+        for rank, packed in enumerate(plan_micro_batches(rows, length_B, num_ranks, max_tokens)):
+            tokens_R[rank] += sum(length_B[micro].sum() for micro in packed)
+            num_empty += sum(not len(micro) for micro in packed)
+    if not tokens_R.any():
         return {}
     return {
-        "perf/padding_frac": float(1 - tokens_R.sum() / padded),
+        "perf/padding_frac": float(num_empty / (num_empty + tokens_R.sum())),
         "perf/seqlen_imbalance": float(tokens_R.max() / tokens_R.mean()),
     }
-
-
-def micro_batches(rows: np.ndarray, length_B: np.ndarray, max_tokens: int) -> list[np.ndarray]:
-    """Pack rows of similar length so that rows x longest row stays within `max_tokens`.
-
-    A single row longer than `max_tokens` is a micro-batch of its own: rows are never cut.
-    """
-    if max_tokens < 1:
-        raise ValueError(f"micro_batch_tokens={max_tokens} must be at least 1")
-    packed: list[list[int]] = []
-    for row in sorted(rows.tolist(), key=lambda r: (-int(length_B[r]), r)):
-        # Longest first: the first row of a micro-batch sets its width.
-        width = int(length_B[packed[-1][0]]) if packed else 0
-        if packed and (len(packed[-1]) + 1) * width <= max_tokens:
-            packed[-1].append(row)
-        else:
-            packed.append([row])
-    return [np.asarray(micro, np.int64) for micro in packed]

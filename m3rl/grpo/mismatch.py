@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from m3rl.grpo.loss import MAX_LOG_RATIO
+from m3rl.grpo.kl import MAX_LOG_RATIO
 
 
 def mismatch_metrics(

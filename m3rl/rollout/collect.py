@@ -27,10 +27,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class CollectStats:
-    """Faults met and mended while collecting; `fault/*` of the step's metrics."""
+    """Faults met and mended while collecting, and refills: `fault/*` and some `data/*` of the
+    step's metrics."""
 
     requeued_samples: int = 0
     failed_samples: int = 0
+    refills: int = 0
+    """Rounds in which new prompts took the place of groups without a signal."""
+    refilled_prompts: int = 0
+    missing_groups: int = 0
+    """Groups without a signal in whose place none came."""
     reward_s: float = 0.0
     failures: dict[int, str] = field(default_factory=dict)
 
@@ -38,7 +44,18 @@ class CollectStats:
         return {
             "fault/requeued_samples": float(self.requeued_samples),
             "fault/failed_samples": float(self.failed_samples),
+            "data/resampled_batches": float(self.refills),
+            "data/resampled_prompts": float(self.refilled_prompts),
+            "data/missing_groups": float(self.missing_groups),
         }
+
+    def add(self, other: CollectStats) -> None:
+        self.requeued_samples += other.requeued_samples
+        self.failed_samples += other.failed_samples
+        self.refills += other.refills
+        self.refilled_prompts += other.refilled_prompts
+        self.reward_s += other.reward_s
+        self.failures |= other.failures
 
 
 TRAINING, EVALUATION = 0, 1
@@ -119,6 +136,42 @@ class Collector:
             Group(prompt, [c for c in completions if c.prompt_ordinal == prompt.ordinal])
             for prompt in prompts
         ]
+        return groups, stats
+
+    def collect_refilled(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: SamplingSettings,
+        *,
+        take: Callable[[int], list[Prompt]],
+        has_signal: Callable[[Group], bool],
+        max_rounds: int,
+    ) -> tuple[list[Group], CollectStats]:
+        """Groups of `prompts`, then of further ones in place of those without a signal (dynamic
+        sampling, arXiv:2503.14476).
+
+        Every round generates for exactly as many new prompts as groups with a signal are missing,
+        so none is wasted; after `max_rounds` of them the rest stays missing.
+
+        Args:
+            take: that many prompts more of the training stream.
+
+        Returns:
+            All groups, also those without a signal, which metrics and records are about too.
+
+        Raises:
+            BackendError: no replica is left.
+        """
+        groups, stats = self.collect(prompts, group_size, sampling)
+        missing = len(prompts) - sum(map(has_signal, groups))
+        while missing and stats.refills < max_rounds:
+            more, of_round = self.collect(take(missing), group_size, sampling)
+            of_round.refills, of_round.refilled_prompts = 1, missing
+            stats.add(of_round)
+            groups += more
+            missing -= sum(map(has_signal, more))
+        stats.missing_groups = missing
         return groups, stats
 
     def _generate(

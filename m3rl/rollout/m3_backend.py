@@ -19,14 +19,17 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import remove_placement_group
 
+from m3rl.rendezvous import Meeting, Rendezvous
 from m3rl.rollout.backend import BackendError, GenerationOutcome, PauseMode, ReplicaHealth
 from m3rl.rollout.m3_ranks import RankReplica
 from m3rl.rollout.m3_replica import M3Replica, ReplicaSettings
 from m3rl.rollout.placement import (
+    Place,
     cause_of,
-    free_address,
     future_of,
+    gpus_to_see,
     node_address,
+    see_gpus,
     side_by_side,
     worker_options,
 )
@@ -60,11 +63,12 @@ class _RemoteReceiver:
 class RankActor(RankReplica):
     """A rank with its place in the cluster."""
 
-    def address(self) -> str:
-        return free_address()
+    def place(self) -> Place:
+        return Place.here()
 
-    def join(self, rank: int, address: str) -> None:
-        self.start(rank, address, node_address())
+    def join(self, rank: int, meeting: Meeting, gpus: list[str]) -> None:
+        see_gpus(gpus)
+        self.start(rank, meeting, node_address())
 
 
 def _require_gpus(wanted: int) -> None:
@@ -103,6 +107,10 @@ class M3Backend:
         self._class: Any = ray.remote(replica_class if settings.num_ranks == 1 else RankActor)
         self._numbers = itertools.count()
         """Of calls that all ranks of a replica are given alike."""
+        self._rendezvous: Rendezvous | None = None
+        """Of the ranks of each replica; none where every replica is one process."""
+        if settings.num_ranks > 1:
+            self._rendezvous = Rendezvous(node_address(), start_timeout_s)
         self._rooms: dict[int, Any] = {}
         self._workers: list[list[Any]] = [[] for _ in range(num_replicas)]
         """The actors of each replica, in rank order; none of one that is gone."""
@@ -279,13 +287,16 @@ class M3Backend:
 
     def _join_ranks(self, replicas: Sequence[int] | range) -> None:
         """Have the ranks of each replica meet, all replicas at the same time."""
-        asked = [self.actor(replica).address.remote() for replica in replicas]
-        addresses = ray.get(asked, timeout=self._start_timeout_s)
-        joining = [
-            worker.join.remote(rank, address)
-            for replica, address in zip(replicas, addresses, strict=True)
-            for rank, worker in enumerate(self.workers(replica))
-        ]
+        assert self._rendezvous is not None, "there are several ranks"
+        asked = [[worker.place.remote() for worker in self.workers(r)] for r in replicas]
+        joining = []
+        for replica, refs in zip(replicas, asked, strict=True):
+            gpus = gpus_to_see(ray.get(refs, timeout=self._start_timeout_s))
+            meeting = self._rendezvous.new_meeting()
+            joining += [
+                worker.join.remote(rank, meeting, gpus[rank])
+                for rank, worker in enumerate(self.workers(replica))
+            ]
         ray.get(joining, timeout=self._start_timeout_s)
 
     def _call(self, replica: int, method: str, *args: Any) -> list[Any]:

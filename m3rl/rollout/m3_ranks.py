@@ -16,6 +16,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from m3rl.rollout.backend import Generated
@@ -24,6 +25,7 @@ from m3rl.types import GenerationRequest
 
 if TYPE_CHECKING:
     from inference.parallel.groups import ParallelGroups
+    from m3rl.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +39,16 @@ class RankReplica(M3Replica):
     def __init__(self, settings: ReplicaSettings) -> None:
         self._settings = settings
 
-    def start(self, rank: int, address: str, host: str) -> None:
+    def start(self, rank: int, meeting: Meeting, host: str) -> None:
         """Meet the other ranks, and begin to serve.
 
         Args:
-            address: host:port on the node of rank 0.
+            meeting: of the ranks of this replica.
             host: of this rank, as the others reach it.
 
         Raises:
-            ParallelError: one did not come, or is configured otherwise.
+            RuntimeError: one did not come.
+            ParallelError: one is configured otherwise, or did not stay.
         """
         import torch.distributed as dist
 
@@ -54,8 +57,14 @@ class RankReplica(M3Replica):
 
         settings = self._settings
         config = ParallelConfig(**settings.parallel)
+        # Every rank is a client of the store: torch's own tcp:// would have rank 0 listen, on a
+        # port that another program may have taken since it was found free.
         dist.init_process_group(
-            "gloo", init_method=f"tcp://{address}", rank=rank, world_size=config.world
+            "gloo",
+            store=meeting.store(),
+            rank=rank,
+            world_size=config.world,
+            timeout=timedelta(seconds=meeting.timeout_s),
         )
         groups = Groups.create(
             config,

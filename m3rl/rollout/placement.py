@@ -6,11 +6,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 # Read by Ray at import: no usage report, no token prompt on a machine without network.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -28,6 +27,11 @@ from m3rl.errors import M3rlError
 
 logger = logging.getLogger(__name__)
 
+
+class ClusterError(M3rlError):
+    """Ray does not start, or its cluster cannot be joined."""
+
+
 OBJECT_STORE_BYTES = 256 << 20
 """Shared memory for objects between processes of a local cluster; a step's batch is far below
 this."""
@@ -39,25 +43,41 @@ def ray_cluster(num_processes: int) -> Iterator[None]:
 
     With RAY_ADDRESS set, joins that cluster. Otherwise starts a local one with at least as many
     CPUs as workers: each is limited by its own threads, so two cores hold a rank and a replica.
+
+    Raises:
+        ClusterError: Ray does not start, or the cluster cannot be joined.
     """
     on_terminate = signal.getsignal(signal.SIGTERM)  # Ray puts its own, which cleans up nothing
     if ray.is_initialized():
         raise RuntimeError("Ray is already running in this process; close it before starting a run")
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(logging_level=logging.ERROR, log_to_driver=True)
-    else:
-        ray.init(
-            num_cpus=max(num_processes, os.cpu_count() or 1),
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            log_to_driver=True,
-            object_store_memory=OBJECT_STORE_BYTES,
-        )
+    _start(num_processes)
     signal.signal(signal.SIGTERM, on_terminate)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _start(num_processes: int) -> None:
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        options |= {
+            "num_cpus": max(num_processes, os.cpu_count() or 1),
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
+    try:
+        ray.init(**options)
+    except Exception as error:  # some of Ray's own are no more than that
+        if address:
+            cure = "is the cluster up (`ray status`), of the same Ray version? Without RAY_ADDRESS "
+            cure += "a local one is started"
+            raise ClusterError(f"RAY_ADDRESS={address}: cannot join: {error}; {cure}") from error
+        raise ClusterError(
+            f"Ray cannot start here: {error}; `m3rl doctor` looks at disk, shared memory and "
+            "cores, and /tmp/ray/session_latest/logs says more"
+        ) from error
 
 
 def worker_options(num_threads: int, num_gpus: int = 0, **extra: Any) -> dict[str, Any]:
@@ -84,12 +104,49 @@ def node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def free_address() -> str:
-    """host:port on this node that is free now, for ranks to meet at."""
-    host = node_address()
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"{host}:{probe.getsockname()[1]}"
+class Place(NamedTuple):
+    """Where Ray has put a worker."""
+
+    node: str
+    gpus: tuple[str, ...]
+    """Its own, as CUDA_VISIBLE_DEVICES names them on that node."""
+
+    @staticmethod
+    def here() -> Place:
+        """That of this worker."""
+        return Place(
+            ray.get_runtime_context().get_node_id(), tuple(str(gpu) for gpu in ray.get_gpu_ids())
+        )
+
+
+def gpus_to_see(places: Sequence[Place]) -> list[list[str]]:
+    """Of each rank of a group: its own GPUs, and then those of the others on its node.
+
+    Its own come first, so that device 0, which every thread begins with, is the rank's.
+    """
+    return [
+        [
+            *own.gpus,
+            *(
+                gpu
+                for rank, other in enumerate(places)
+                if rank != own_rank and other.node == own.node
+                for gpu in other.gpus
+            ),
+        ]
+        for own_rank, own in enumerate(places)
+    ]
+
+
+def see_gpus(gpus: Sequence[str]) -> None:
+    """Have this worker see `gpus` in their order, not only those that Ray has shown it; before
+    anything asks CUDA what there is."""
+    if not gpus:
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    # torch takes ranks whose device has the same number for ranks on one GPU, and maps no common
+    # memory for them; here all have number 0. `inference.parallel.peers` goes by the GPUs' UUIDs.
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 
 
 def side_by_side(count: int, num_gpus: int) -> tuple[Any, list[dict[str, Any]]]:

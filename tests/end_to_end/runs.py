@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -29,6 +30,8 @@ SMALL = [
 ]
 """Everything as in the demo, on a few prompts."""
 START_TIMEOUT_S = 150.0
+NOTE_FAMILY_S = 0.25
+"""Between two looks for new descendants, each of which reads about every process of the machine."""
 
 
 class Run:
@@ -50,6 +53,7 @@ class Run:
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         self.family: dict[int, psutil.Process] = {}
+        self._noted_at = 0.0
 
     def output(self) -> str:
         return self.log_path.read_text(errors="replace")
@@ -61,12 +65,17 @@ class Run:
         except psutil.NoSuchProcess:
             return
         self.family.update({child.pid: child for child in children})
+        self._noted_at = time.monotonic()
+
+    def _note_family_at_times(self) -> None:
+        if time.monotonic() - self._noted_at >= NOTE_FAMILY_S:
+            self.note_family()
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Poll; fails with the run's output when it ends or takes too long."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not condition():
-            self.note_family()
+            self._note_family_at_times()
             code = self.process.poll()
             assert code is None, f"ended with {code} before {what}:\n{self.output()}"
             assert time.monotonic() < deadline, f"timed out before {what}:\n{self.output()}"
@@ -76,7 +85,7 @@ class Run:
         """Wait for the end; the output, after checking the exit code."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while self.process.poll() is None:
-            self.note_family()
+            self._note_family_at_times()
             if time.monotonic() > deadline:
                 self.process.kill()
                 raise AssertionError(f"did not end:\n{self.output()}")
@@ -88,10 +97,12 @@ class Run:
         self.note_family()
         self.process.send_signal(number)
 
-    def survivors(self, timeout_s: float = 10.0) -> list[str]:
-        """Descendants that are still running after a while."""
-        _, alive = psutil.wait_procs(list(self.family.values()), timeout=timeout_s)
-        return [" ".join(p.cmdline()) for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    def survivors(self, but: tuple[str, ...] = (), timeout_s: float = 30.0) -> list[str]:
+        """Descendants that go on running, except those whose title begins with one of `but`."""
+        deadline = time.monotonic() + timeout_s
+        while (alive := self._running(but)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return alive
 
     def surviving_workers(self) -> list[str]:
         """Like `survivors`, but for two agents of Ray's own.
@@ -99,8 +110,15 @@ class Run:
         After a SIGKILL of the driver they try to report to the dead cluster for a minute before
         they end.
         """
-        agents = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-        return [line for line in self.survivors() if not line.startswith(agents)]
+        return self.survivors(but=("ray::DashboardAgent", "ray::RuntimeEnvAgent"))
+
+    def _running(self, but: tuple[str, ...]) -> list[str]:
+        titles = []
+        for process in self.family.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    titles.append(" ".join(process.cmdline()))
+        return [title for title in titles if not title.startswith(but)]
 
     def actors(self, kind: str) -> list[psutil.Process]:
         """Worker processes of a Ray actor class, by its name in the process title."""

@@ -1,8 +1,9 @@
-"""Runs that are killed or interrupted, and go on."""
+"""Runs that are killed, interrupted or split over more ranks, and go on as one that is not."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,23 @@ from m3rl.rollout.records import read_completions
 from tests.end_to_end.runs import Run, hashes, metrics
 
 SAVING = ("train.steps=4", "checkpoint.every=1")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Run]:
+    """By number of trainer ranks: a finished run of four steps that nothing happened to."""
+    runs: dict[int, Run] = {}
+
+    def of(num_ranks: int) -> Run:
+        if num_ranks not in runs:
+            folder = tmp_path_factory.mktemp("straight")
+            run = Run("train", folder / "run", *SAVING, f"train.num_ranks={num_ranks}")
+            run.finish()
+            assert run.survivors() == []
+            runs[num_ranks] = run
+        return runs[num_ranks]
+
+    return of
 
 
 def assert_same_rollouts(a: Path, b: Path, steps: int) -> None:
@@ -27,12 +45,10 @@ def assert_same_rollouts(a: Path, b: Path, steps: int) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_killed_after_its_second_line_ends_with_the_weights_of_one_never_killed(
-    tmp_path: Path, num_ranks: int
+    straight: Callable[[int], Run], tmp_path: Path, num_ranks: int
 ) -> None:
     options = (*SAVING, f"train.num_ranks={num_ranks}")
-    straight = Run("train", tmp_path / "straight", *options)
-    straight.finish()
-    assert straight.survivors() == []
+    whole = straight(num_ranks).run_dir
     killed = Run("train", tmp_path / "killed", *options)
     killed.wait_until(lambda: len(metrics(killed.run_dir)) >= 2, "its second line")
     killed.send(signal.SIGKILL)
@@ -43,10 +59,10 @@ def test_a_run_killed_after_its_second_line_ends_with_the_weights_of_one_never_k
     assert "resumed from step" in output
     assert "resumed from step 0" not in output
     assert [line["step"] for line in metrics(again.run_dir)] == [1, 2, 3, 4]
-    assert hashes(again.run_dir) == hashes(straight.run_dir)
-    assert len(set(hashes(straight.run_dir))) == 4
-    assert_same_rollouts(again.run_dir, straight.run_dir, 4)
-    for line in metrics(straight.run_dir):
+    assert hashes(again.run_dir) == hashes(whole)
+    assert len(set(hashes(whole))) == 4
+    assert_same_rollouts(again.run_dir, whole, 4)
+    for line in metrics(whole):
         assert line["mismatch/logprob_abs_diff_mean"] <= 1e-5
         assert line["refit/checksum_ok"] == 1.0
         assert line["refit/hash"] == line["weights_hash"]  # FP32 wire: the masters' own bits
@@ -55,16 +71,54 @@ def test_a_run_killed_after_its_second_line_ends_with_the_weights_of_one_never_k
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_leaves_no_process_and_can_go_on(
-    tmp_path: Path, number: signal.Signals, code: int
+def test_a_replica_of_two_ranks_samples_what_one_of_one_rank_does(
+    straight: Callable[[int], Run], tmp_path: Path
 ) -> None:
-    run = Run("train", tmp_path / "run", "train.steps=5000", "checkpoint.every=1")
-    run.wait_until(lambda: len(metrics(run.run_dir)) >= 1, "its first line")
-    run.send(number)
-    run.finish(expected=code)
+    split = Run("train", tmp_path / "tp2", "train.steps=3", "rollout.backend.parallel.tp=2")
+    split.finish()
+    assert split.survivors() == []
+    assert all(line["refit/checksum_ok"] == 1.0 for line in metrics(split.run_dir))
+    for step in range(1, 4):
+        name = f"rollouts/step_{step:06d}.parquet"
+        one, two = (read_completions(run.run_dir / name) for run in (straight(1), split))
+        for a, b in zip(one, two, strict=True):
+            assert a.sample_id == b.sample_id
+            assert a.completion_ids.tolist() == b.completion_ids.tolist()
+            # FP32 sums split over the ranks, and updates from such logprobs
+            np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-4)
+
+
+ENDLESS = ("train.steps=5000", "checkpoint.every=1")
+
+
+def begun(run_dir: Path) -> Run:
+    """A run without end that has added a line to those that were there."""
+    num_lines = len(metrics(run_dir))
+    run = Run("train", run_dir, *ENDLESS)
+    run.wait_until(lambda: len(metrics(run_dir)) > num_lines, "a line of its own")
+    return run
+
+
+@pytest.mark.timeout(400)
+def test_an_interrupted_run_leaves_no_process_and_its_directory_to_the_same_run_alone(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    run = begun(run_dir)
+    second = Run("train", run_dir, *ENDLESS)
+    assert "another m3rl process is running in this directory" in second.finish(expected=2)
+    run.send(signal.SIGINT)
+    run.finish(expected=130)
     assert run.survivors() == []
-    steps = len(metrics(run.run_dir))
-    again = Run("train", tmp_path / "run", f"train.steps={steps + 1}", "checkpoint.every=1")
-    assert "resumed from step" in again.finish()
-    assert [line["step"] for line in metrics(run.run_dir)] == list(range(1, steps + 2))
+    changed = Run("train", run_dir, "train.steps=50", "optimizer.lr=2e-3")
+    output = changed.finish(expected=2)
+    assert "optimizer.lr" in output
+    assert "another run.dir" in output
+    again = begun(run_dir)
+    again.send(signal.SIGTERM)
+    assert "resumed from step" in again.finish(expected=143)
+    assert again.survivors() == []
+    steps = len(metrics(run_dir))
+    last = Run("train", run_dir, f"train.steps={steps + 1}", "checkpoint.every=1")
+    assert "resumed from step" in last.finish()
+    assert [line["step"] for line in metrics(run_dir)] == list(range(1, steps + 2))

@@ -27,7 +27,6 @@ SETTINGS = RankSettings(
         lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, grad_clip=1.0, warmup_steps=0
     ),
     dtype="float32",
-    attention="sdpa",
     replay_routing=False,
     micro_batch_tokens=60,
     old_logprobs="behaviour",
@@ -90,6 +89,15 @@ def gradients(rank, batch, rows=None):
     finally:
         rank._optimizer.step = real
     return taken
+
+
+def distance(actual, expected):
+    """‖Δ‖ / ‖g‖ over all parameters of two gradients by name."""
+    assert actual.keys() == expected.keys()
+    off = sum((actual[name] - grad).square().sum() for name, grad in expected.items())
+    norm = sum(grad.square().sum() for grad in expected.values())
+    assert norm > 0
+    return float((off / norm).sqrt())
 
 
 def assert_close_gradients(actual, expected):

@@ -1,8 +1,7 @@
-"""One of two trainer ranks, run as a process: python -m tests.m3rl.rank_process MODEL OUT RANK."""
+"""What each of two trainer ranks does in a process of its own."""
 
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,9 +19,9 @@ def two_rank_batches():
     return [random_batch(20 + step, num_rows=rows) for step, rows in ROWS.items()]
 
 
-def play_rank(rank_id, world_size, model, out):
+def play_rank(rank_id, world_size, model, out, meet_at):
     """A rank's whole life, run as a process: a straight run, or its second half after a resume."""
-    rank = TrainRank(TWO_RANKS, rank_id, world_size, f"file://{out}/meet")
+    rank = TrainRank(TWO_RANKS, rank_id, world_size, meet_at)
     rank.load_initial(model)
     batches = two_rank_batches()
     if (out / "saved").exists():
@@ -31,17 +30,16 @@ def play_rank(rank_id, world_size, model, out):
             rank.update(batch)
         record = {"resumed_hash": rank.master_hash(), "version": rank.policy_version}
     else:
-        grads = gradients(rank, batches[0])
-        rank._group.sum_gradients(_with_grads(rank, grads))
-        torch.save({n: p.grad for n, p in rank.policy.named_parameters()}, out / f"grad{rank_id}")
-        for p in rank.policy.parameters():
-            p.grad = None
+        grads = {name: grad.full_tensor() for name, grad in gradients(rank, batches[0]).items()}
+        torch.save(grads, out / f"grad{rank_id}")
         logprobs = rank.logprobs(batches[0])
         metrics = []
         for step, batch in enumerate(batches):
             metrics.append(rank.update(batch))
             if step == 0:
-                torch.save(dict(rank.policy.export("float32")), out / f"weights{rank_id}")
+                weights = dict(rank.policy.export("float32"))
+                if rank_id == 0:
+                    torch.save(weights, out / "weights")
             if step == 1:
                 (out / "saving").mkdir(exist_ok=True)
                 rank.save(out / "saving")
@@ -57,14 +55,3 @@ def play_rank(rank_id, world_size, model, out):
         }
     (out / f"record{rank_id}.json").write_text(json.dumps(record))
     rank.close()
-
-
-def _with_grads(rank, grads):
-    parameters = dict(rank.policy.named_parameters())
-    for name, grad in grads.items():
-        parameters[name].grad = grad
-    return [p for p in parameters.values() if p.requires_grad]
-
-
-if __name__ == "__main__":
-    play_rank(int(sys.argv[3]), 2, Path(sys.argv[1]), Path(sys.argv[2]))

@@ -15,7 +15,8 @@ RECORDING = "rollout.capture_routing=true"
 # Key -> (its new value in YAML, what must become of it: field -> value).
 REACHES = {
     "policy.dtype": ("bfloat16", {"rank.dtype": "bfloat16", "replica.engine.dtype": "bfloat16"}),
-    "policy.attention": ("eager", {"rank.attention": "eager"}),
+    "policy.activation_checkpointing": ("true", {"rank.activation_checkpointing": True}),
+    "policy.replay_blocks": ("true", {"rank.replay_blocks": True}),
     "policy.replay_routing": ("true", {"rank.replay_routing": True}),
     "policy.micro_batch_tokens": ("777", {"rank.micro_batch_tokens": 777}),
     "optimizer.lr": ("0.5", {"rank.optimizer.lr": 0.5}),
@@ -25,11 +26,30 @@ REACHES = {
     "optimizer.weight_decay": ("0.03", {"rank.optimizer.weight_decay": 0.03}),
     "optimizer.grad_clip": ("0.7", {"rank.optimizer.grad_clip": 0.7}),
     "optimizer.warmup_steps": ("9", {"rank.optimizer.warmup_steps": 9}),
+    "train.parallel.ep": ("2", {"rank.ep": 2}),
+    "train.parallel.cp": ("4", {"rank.cp": 4}),
+    "optimizer.offload": ("true", {"rank.optimizer.offload": True}),
     "grpo.clip_low": ("0.11", {"rank.loss.clip_low": 0.11}),
     "grpo.clip_high": ("0.33", {"rank.loss.clip_high": 0.33}),
     "grpo.dual_clip": ("3.5", {"rank.loss.dual_clip": 3.5}),
     "grpo.kl.coef": ("0.04", {"rank.loss.kl_coef": 0.04}),
     "grpo.kl.estimator": ("k2", {"rank.loss.kl_estimator": "k2"}),
+    "grpo.kl.place": ("reward", {"rank.loss.kl_in_reward": True}),
+    "grpo.kl.unbiased": ("true", {"rank.loss.kl_unbiased": True}),
+    "grpo.objective": ("cispo", {"rank.loss.objective": "cispo"}),
+    "grpo.ratio": ("sequence", {"rank.loss.ratio": "sequence"}),
+    "grpo.aggregation": ("constant", {"rank.loss.aggregation": "constant"}),
+    "grpo.constant_length": ("77", {"rank.loss.constant_length": 77}),
+    "grpo.entropy_coef": ("0.02", {"rank.loss.entropy_coef": 0.02}),
+    "grpo.preset": (
+        "gspo",
+        {
+            "rank.loss.ratio": "sequence",
+            "rank.loss.aggregation": "sequence_mean",
+            "rank.loss.clip_low": 3e-4,
+            "rank.loss.clip_high": 4e-4,
+        },
+    ),
     "grpo.old_logprobs": ("recompute", {"rank.old_logprobs": "recompute"}),
     "grpo.updates_per_batch": ("3", {"rank.updates_per_batch": 3}),
     "grpo.importance.kind": ("none", {"rank.loss.importance_cap": None}),
@@ -38,7 +58,10 @@ REACHES = {
     "rollout.top_p": ("0.8", {"rollout.top_p": 0.8}),
     "rollout.top_k": ("40", {"rollout.top_k": 40}),
     "rollout.min_p": ("0.05", {"rollout.min_p": 0.05}),
-    "rollout.max_tokens": ("13", {"rollout.max_tokens": 13, "eval.max_tokens": 13}),
+    "rollout.max_tokens": (
+        "13",
+        {"rollout.max_tokens": 13, "eval.max_tokens": 13, "rank.loss.constant_length": 13},
+    ),
     "rollout.stop": ("[END]", {"rollout.stop.0": "END", "eval.stop.0": "END"}),
     "rollout.capture_routing": (
         "true",
@@ -91,9 +114,14 @@ REACHES = {
 
 # Key -> (its new value, who reads it instead).
 READ_ELSEWHERE = {
-    "grpo.advantage": ("rloo", "trainer: build_batch"),
-    "grpo.skip_zero_variance": ("false", "trainer: build_batch"),
-    "grpo.truncated": ("mask", "trainer: build_batch"),
+    "grpo.advantage": ("rloo", "BatchMaker"),
+    "grpo.skip_zero_variance": ("false", "BatchMaker"),
+    "grpo.truncated": ("mask", "BatchMaker"),
+    "grpo.overlong.buffer": ("4", "BatchMaker"),
+    "grpo.overlong.penalty": ("0.5", "BatchMaker"),
+    "grpo.kl.target": ("0.1", "BatchMaker: KlController"),
+    "grpo.kl.gain": ("0.2", "BatchMaker: KlController"),
+    "grpo.refill_rounds": ("3", "trainer: Collector.collect_refilled"),
     "rollout.group_size": ("4", "trainer, jobs: Collector.collect"),
     "rollout.prompts_per_step": ("5", "trainer, jobs: PromptStream.take"),
     "rollout.num_prompts": ("6", "jobs: rollout"),
@@ -134,8 +162,12 @@ def changes(key: str, value: str) -> dict[str, object]:
     """What differs from tiny_cpu.yaml once `key` has another value."""
     needed = {
         "policy.replay_routing": [RECORDING],
+        "policy.replay_blocks": ["rollout.capture_blocks=true"],
         "rollout.backend.engine.quantization": ["policy.dtype=bfloat16"],
         "rollout.backend.gpu_memory_gib": ["rollout.backend.device=cuda"],
+        "grpo.kl.target": ["grpo.kl.coef=0.1"],
+        "train.parallel.ep": ["train.num_ranks=4"],
+        "train.parallel.cp": ["train.num_ranks=4"],
     }.get(key, [])
     before = fields(Config.load(TINY, needed))
     written = key.removesuffix(".0").removesuffix(".1")

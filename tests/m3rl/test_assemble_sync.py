@@ -13,6 +13,7 @@ from m3rl import assemble_sync
 from m3rl.assemble_sync import max_probe_error, weight_sync
 from m3rl.config import Config, ConfigError
 from m3rl.config_file import flatten
+from m3rl.host import this_host
 from m3rl.sync_transport import choose_transport, gpu_of
 from m3rl.weight_sync.probe import Probe
 
@@ -139,7 +140,7 @@ def test_without_delta_every_sync_is_full_and_with_it_every_so_many(monkeypatch)
     assert handed_over(monkeypatch, every, "weight_sync.delta=true")["delta_full_every"] == 7
 
 
-OWN = {"trainer rank 0": "a", "trainer rank 1": "b", "replica 0": "c"}
+OWN = {"trainer rank 0": "a@x", "trainer rank 1": "b@x", "replica 0": "c@y"}
 
 
 def test_weights_travel_over_nccl_where_everybody_has_a_gpu_of_its_own():
@@ -147,17 +148,31 @@ def test_weights_travel_over_nccl_where_everybody_has_a_gpu_of_its_own():
     assert choose_transport("gloo", OWN) == "gloo"
 
 
+@pytest.mark.parametrize("gpu", ["b@x", "c@x"])
+def test_weights_travel_by_copy_engines_where_all_gpus_are_of_one_host(gpu):
+    gpus = OWN | {"replica 0": gpu}
+    assert choose_transport("auto", gpus) == choose_transport("ipc", gpus) == "ipc"
+
+
 @pytest.mark.parametrize(
-    ("gpus", "said"),
+    ("wanted", "changed", "said"),
     [
-        (OWN | {"replica 0": None}, "replica 0 keeps its weights in the host's memory"),
-        (OWN | {"replica 0": "b"}, "trainer rank 1 and replica 0 share one GPU"),
+        ("nccl", {"replica 0": None}, "replica 0 keeps its weights in the host's memory"),
+        ("ipc", {"replica 0": None}, "replica 0 keeps its weights in the host's memory"),
+        ("nccl", {"replica 1": "c@y"}, "replica 0 and replica 1 share one GPU"),
+        ("ipc", {"replica 1": "c@y"}, r"replica 0 is on another host \(y\) than trainer rank 0"),
     ],
 )
-def test_nccl_is_refused_with_who_is_in_the_way_and_auto_takes_gloo(gpus, said):
+def test_what_cannot_connect_is_refused_with_who_is_in_the_way(wanted, changed, said):
+    gpus = OWN | changed
     assert choose_transport("auto", gpus) == "gloo"
-    with pytest.raises(ConfigError, match=f"{said}; set auto or gloo"):
-        choose_transport("nccl", gpus)
+    with pytest.raises(ConfigError, match=f"weight_sync.transport: {wanted} .*{said}; set auto or"):
+        choose_transport(wanted, gpus)
+
+
+def test_what_can_connect_is_named_where_something_else_is_wanted():
+    with pytest.raises(ConfigError, match="set auto or nccl or gloo"):
+        choose_transport("ipc", OWN)
 
 
 def test_weights_on_the_host_have_no_gpu():
@@ -167,4 +182,6 @@ def test_weights_on_the_host_have_no_gpu():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_known_by_the_same_name_however_it_is_addressed():
-    assert gpu_of(torch.device("cuda")) == gpu_of(torch.device("cuda:0")) is not None
+    name = gpu_of(torch.device("cuda"))
+    assert name == gpu_of(torch.device("cuda:0"))
+    assert name.endswith(f"@{this_host()}")

@@ -1,6 +1,7 @@
 import errno
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -115,6 +116,34 @@ def test_ctrl_c_ends_with_130(file, runs, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_a_termination_is_told_and_ends_with_143(file, runs, capsys):
+    runs.outcome = cli._terminate
+    assert main(["train", file]) == 143
+    assert capsys.readouterr().err == "terminated\n"
+
+
+def test_another_exit_is_left_alone(file, runs):
+    def ending():
+        sys.exit(3)
+
+    runs.outcome = ending
+    with pytest.raises(SystemExit) as ended:
+        main(["train", file])
+    assert ended.value.code == 3
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["sft"]])
+def test_the_exit_codes_are_in_the_help(capsys, command):
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    assert "143 terminated" in capsys.readouterr().out
+
+
+def test_what_does_nothing_is_told_before_a_run(file, runs, caplog):
+    assert main(["train", file, "weight_sync.delta_full_every=3"]) == 0
+    assert "weight_sync.delta_full_every does nothing" in caplog.text
+
+
 EXPECTED = [
     CheckpointError("the disk is full"),
     BackendError("no replica is left"),
@@ -213,9 +242,76 @@ def test_check_plans_sizes_without_the_weights(file, tmp_path, capsys):
     assert main(["check", file, "--gpus", "1"]) == 2
 
 
+def test_files_that_are_not_here_are_needed_at_launch_and_the_plan_is_printed(
+    file, tmp_path, capsys
+):
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    far = [
+        "data.train={kind: file, path: far/train.jsonl}",
+        "reward={kind: function, target: 'no_such_module.inside:score'}",
+    ]
+    assert main(["check", file, *far]) == 0
+    out, err = capsys.readouterr()
+    needs = [line for line in out.splitlines() if line.startswith("needed at launch: ")]
+    assert [need.split(": ")[1].rpartition("/")[2] for need in needs] == [
+        "tokenizer.json",
+        "model",
+        "data.train.path",
+        "reward.target",
+    ]
+    assert "no module 'no_such_module' here" in needs[-1]
+    assert "weight sync: " in out
+    assert f"{file}: checked; a launch needs 4 more things" in out
+    assert err == ""
+    assert main(["train", file, *far]) == 2
+    assert main(["doctor", file, *far]) == 1
+
+
+def test_files_that_are_here_and_wrong_are_errors_of_a_check(file, tmp_path, capsys):
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    rows = f"data.train={{kind: file, path: {tmp_path}/train.jsonl}}"
+    assert main(["check", file, rows, "reward={kind: exact}"]) == 2
+    err = capsys.readouterr().err
+    assert "truncated or damaged" in err
+    assert "has no 'question'" in err
+
+
+def test_the_real_model_is_planned_from_its_config_alone(capsys):
+    files = [str(ROOT / "configs" / name) for name in ("m3_256gpu.yaml", "m3_128gpu_mxfp8.yaml")]
+    assert main(["check", *files]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count("426,174,572,928") == 2
+    assert "m3_256gpu: 128 trainer rank(s), 8 replica(s), each of 16 ranks: tp=16, dp=1" in out
+    for balance, seconds, floor_s in zip(
+        re.findall(r"from a mean one \(balance (.*?)\)", out),
+        re.findall(r"projected on H200s: (.*?) s,", out),
+        re.findall(r"projected on H200s: .* s, floor (.*?) s, at 50 GB/s", out),
+        strict=True,
+    ):
+        assert float(balance) <= 1.05
+        assert float(seconds) <= 1.2 * float(floor_s)
+    assert out.count("needed at launch: 7.0 TiB of memory for each of ") == 2
+    assert out.count("minimax_m3/tokenizer.json: missing") == 2
+    assert out.count("neither model.safetensors nor") == 2
+    assert out.count("data.train.path: no file data/dapo_math_17k.jsonl") == 2
+
+
 def test_check_needs_a_file(capsys):
     assert main(["check", "train.steps=1"]) == 2
     assert "needs at least one configuration file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sizes", ["a,b", "8,,16", "0", "-8", "8,1.5", ""])
+def test_sizes_that_are_no_numbers_of_gpus_are_refused_with_what_they_should_be(capsys, sizes):
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "x.yaml", f"--gpus={sizes}"])
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert f"argument --gpus: {sizes!r} is no list of numbers of GPUs" in err
 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["check", "x.yaml", "--gpus", "0"]])

@@ -5,6 +5,7 @@ import pytest
 import yaml
 
 from m3rl.config import Config, ConfigError
+from m3rl.config_checks import idle_keys
 from m3rl.config_file import all_keys, read_config_file
 from tests.m3rl.run_files import config, settings
 
@@ -66,6 +67,32 @@ def test_a_value_of_the_wrong_type_or_out_of_range_is_named_with_its_place(tmp_p
     text = refusal(tmp_path, word)
     assert text.startswith(word.partition("=")[0])
     assert "command line" in text
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("weight_sync.chunk_mib=100000", "should be at most 8,192: it is staged twice"),
+        ("weight_sync.timeout_s=1e9", "should be at most 604,800: what hangs would not be noticed"),
+        ("weight_sync.probe.prompts=5000", "should be at most 1,024: a replica serves nobody"),
+        ("weight_sync.probe.max_error=20", "should be at most 10: models that differ so much"),
+        ("rollout.timeout_s=1e9", "at most 604,800"),
+        ("reward.timeout_s=1e9", "at most 604,800"),
+        ("optimizer.lr=2", "should be at most 1: AdamW moves a weight by up to lr"),
+        ("train.num_ranks=5000", "should be at most 4,096: each is a process"),
+        ("rollout.backend.num_replicas=5000", "should be at most 4,096"),
+        ("rollout.backend.parallel.ep=5000", "should be at most 1,024: a replica has"),
+        ("train.num_threads=5000", "should be at most 1,024: that is more than a machine has"),
+    ],
+)
+def test_a_value_beyond_all_sense_is_refused_with_the_reason(tmp_path, word, reason):
+    assert reason in refusal(tmp_path, word)
+
+
+def test_a_transport_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
+    text = refusal(tmp_path, "weight_sync.transport=rdma")
+    assert "weight_sync.transport: 'rdma' is refused: should be 'auto'" in text
+    assert "'gloo'" in text
 
 
 def test_group_size_one_says_what_a_group_is_for(tmp_path):
@@ -172,14 +199,73 @@ def test_only_length_place_and_saving_of_a_run_may_differ_on_resumption(tmp_path
     ]
 
 
+def test_how_weights_travel_and_patience_may_differ_on_resumption_and_are_told(tmp_path):
+    first = load(tmp_path)
+    free = [
+        "weight_sync.transport=gloo",
+        "weight_sync.chunk_mib=64",
+        "weight_sync.timeout_s=9",
+        "weight_sync.delta=true",
+        "weight_sync.delta_full_every=3",
+        "weight_sync.probe.every=2",
+        "rollout.timeout_s=7",
+    ]
+    changed = load(tmp_path, *free)
+    assert changed.differences(first) == []
+    told = changed.free_differences(first)
+    assert len(told) == len(free)
+    assert "weight_sync.transport: 'auto' before, 'gloo' now" in told
+    paused = load(tmp_path, "weight_sync.pause=recompute", *free)
+    assert paused.differences(first) == ["weight_sync.pause: 'recompute' here, 'keep' there"]
+    assert first.free_differences(load(tmp_path, "train.steps=9")) == []
+
+
+IDLE = [
+    (["weight_sync.wire=mxfp8"], "weight_sync.wire", "set quantization: mxfp8"),
+    (["weight_sync.delta=true"], "weight_sync.delta", "set policy.dtype: bfloat16"),
+    (["weight_sync.delta_full_every=3"], "weight_sync.delta_full_every", "set delta: true"),
+    (["weight_sync.probe.prompts=3"], "weight_sync.probe.prompts", "set every: 1"),
+    (["weight_sync.probe.max_error=1"], "weight_sync.probe.max_error", "set every: 1"),
+    (["grpo.kl.estimator=k1"], "grpo.kl.estimator", "set a coefficient"),
+    (["grpo.importance.cap=3"], "grpo.importance.cap", "set old_logprobs: recompute"),
+    (["train.steps=3", "optimizer.warmup_steps=9"], "optimizer.warmup_steps", "lower it"),
+]
+
+
+@pytest.mark.parametrize(("words", "key", "cure"), IDLE, ids=lambda value: str(value)[:40])
+def test_a_key_that_does_nothing_is_told_with_its_place_and_the_cure(tmp_path, words, key, cure):
+    [said] = idle_keys(load(tmp_path, "policy.dtype=float32", *words))
+    assert said.startswith(f"{key} does nothing: ")
+    assert said.endswith("(command line)")
+    assert cure in said
+
+
+def test_keys_that_work_or_were_never_written_are_not_told(tmp_path):
+    assert list(idle_keys(load(tmp_path))) == []
+    working = [
+        "policy.dtype=bfloat16",
+        "rollout.backend.engine.quantization=mxfp8",
+        "weight_sync.wire=mxfp8",
+        "weight_sync.delta=true",
+        "weight_sync.delta_full_every=3",
+        "weight_sync.probe={every: 1, prompts: 3, max_error: 1}",
+        "grpo.old_logprobs=recompute",
+        "grpo.importance.cap=3",
+        "grpo.kl={coef: 0.1, estimator: k2}",
+    ]
+    assert list(idle_keys(load(tmp_path, *working))) == []
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["weight_sync.min_replicas=2"], "is more than rollout.backend.num_replicas: 1"),
-        (["weight_sync.transport=nccl"], "trainer ranks compute on the CPU so far; set auto or gl"),
+        (["weight_sync.transport=nccl"], "train.device: cpu keeps those of the trainer ranks in t"),
+        (["weight_sync.transport=ipc"], "rollout.backend.device: cpu keeps those of the replicas"),
+        (["policy.replay_blocks=true"], "policy.replay_blocks: true needs what rollout.capture_b"),
         (
             ["weight_sync.transport=nccl"],
-            "device: cpu keeps those of the replicas in the host's memory; set device: cuda, or",
+            "device: cpu keeps those of the replicas in the host's memory; set rollout.backend.device: cuda",
         ),
         (
             ["weight_sync.delta=true", "weight_sync.verify=false"],

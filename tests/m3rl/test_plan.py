@@ -7,7 +7,8 @@ import pytest
 from inference.config import ModelConfig
 from m3rl.checkpoint_files import weight_problems
 from m3rl.config import ConfigError
-from m3rl.plan import H200_BYTES, describe, gpu_table, make_plan
+from m3rl.plan import make_plan
+from m3rl.plan_text import H200_BYTES, describe, gpu_table
 from tests.m3rl.run_files import TEXT_CONFIG, config, write_model
 from tests.m3rl.tiny_tokenizer import MARKERS, character_tokenizer, write_tokenizer
 from tests.released_model import released_config
@@ -201,13 +202,27 @@ def test_the_description_has_all_sums(tmp_path, model):
     count = ModelConfig.from_pretrained(model).num_parameters
     assert ["all", f"{count:,}"] in rows
     assert "all of a step fits at once" in text
-    assert re.search(r"weight sync: (.* KiB) from .*rank, \1 from a mean one, \1 to each", text)
+    assert re.search(r"weight sync: (.* KiB) from .*rank, \1 from a mean one .*, \1 to each", text)
     assert "projected" not in text  # no GPU
 
 
 def test_a_sync_between_gpus_is_projected(tmp_path, model):
     text = describe(make_plan(config(tmp_path, rollout=rollout(**cuda(gpu_memory_gib=139)))))
     assert re.search(r"projected on H200s: \d+\.\d\d s, floor \d+\.\d\d s, at 50 GB/s a GPU", text)
+
+
+def test_a_sync_that_must_exceed_its_deadline_is_refused(tmp_path, model):
+    sections = {"rollout": rollout(**cuda(gpu_memory_gib=139))}
+    text = refusal(tmp_path, weight_sync={"timeout_s": 1e-6}, **sections)
+    assert "weight_sync.timeout_s: 1e-06" in text
+    assert "is less than a sync takes at the speed of the links, 0.00 s; raise it" in text
+    make_plan(config(tmp_path, weight_sync={"timeout_s": 1}, **sections))
+
+
+def test_chunks_and_deltas_of_the_configuration_are_those_of_the_plan(tmp_path, model):
+    plan = make_plan(config(tmp_path, weight_sync={"chunk_mib": 7, "delta": True}))
+    assert (plan.sync.chunk_bytes, plan.sync.delta) == (7 << 20, True)
+    assert "rounds of 7.0 MiB a worker" in describe(plan)
 
 
 def test_gpus_beyond_the_trainers_are_replicas_and_too_few_are_refused(tmp_path, model):
@@ -229,7 +244,7 @@ def test_a_model_that_needs_several_gpus_is_refused_with_its_size(tmp_path, mode
     assert "a trainer rank needs 6.2 TiB and cannot be spread over GPUs yet" in text
     rows = text.splitlines()[2:]
     assert re.search(r"8 +1 +7 +- +refused", rows[0])
-    assert re.search(r"1\.\d\d s, floor 1\.16 s \(32 FSDP ranks to 1 x ep=32\)", rows[1])
+    assert re.search(r"1\.\d\d s, floor 1\.16 s \(32 FSDP ranks to 1 replicas of 32\)", rows[1])
 
 
 def cuda(**backend):

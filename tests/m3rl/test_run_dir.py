@@ -43,6 +43,20 @@ def test_what_differs_is_named_with_both_values(tmp_path: Path) -> None:
         pass
 
 
+def test_what_leaves_the_results_alone_may_change_and_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin(tmp_path)
+    with caplog.at_level("INFO", "m3rl.run_dir"):
+        patient = config(tmp_path, "weight_sync.timeout_s=90", "rollout.timeout_s=900")
+        with RunDirectory(patient, "train") as run:
+            assert Config.load(run.path / "config.yaml", []).rollout.timeout_s == 900
+    assert caplog.messages == [
+        "changed for the rest of the run: rollout.timeout_s: 300.0 before, 900.0 now",
+        "changed for the rest of the run: weight_sync.timeout_s: 60.0 before, 90.0 now",
+    ]
+
+
 def test_another_seed_is_another_run(tmp_path: Path) -> None:
     begin(tmp_path)
     with pytest.raises(ConfigError, match=r"run\.seed"):

@@ -6,6 +6,7 @@ import pytest
 
 from m3rl import sft
 from m3rl.config import ConfigError
+from m3rl.errors import M3rlError
 from m3rl.train_rank import TrainRank
 from tests.m3rl.run_files import config, write_model
 
@@ -18,12 +19,9 @@ class OneRank:
     def __init__(self, settings, num_ranks, *, num_threads):
         self._rank = TrainRank(settings, 0, 1)
 
-    def one(self, rank, method, *args):
+    def all(self, method, *args):
         if method == "save_model" and self.dies:
             raise RuntimeError("killed")
-        return getattr(self._rank, method)(*args)
-
-    def all(self, method, *args):
         return [getattr(self._rank, method)(*args)]
 
     def save(self, path):
@@ -87,3 +85,21 @@ def test_an_output_directory_with_other_things_in_it_is_refused_before_the_first
     with pytest.raises(ConfigError, match=r"sft\.output: .*holds notes\.txt"):
         sft.sft(settings)
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_warm_start_stops_after_too_many_skipped_steps_and_counts_them_over_a_resumption(
+    settings, monkeypatch
+):
+    step = TrainRank.sft_step
+    monkeypatch.setattr(
+        TrainRank, "sft_step", lambda *args: step(*args) | {"optim/update_skipped": 1.0}
+    )
+    limited = settings.model_copy(
+        update={
+            "train": settings.train.model_copy(update={"max_skipped_updates": 0}),
+            "checkpoint": settings.checkpoint.model_copy(update={"every": 1}),
+        }
+    )
+    for skipped in (1, 2):
+        with pytest.raises(M3rlError, match=rf"{skipped} steps were skipped.*sft\.lr"):
+            sft.sft(limited)

@@ -5,7 +5,7 @@ import pytest
 from inference.config import EngineConfig, ModelConfig
 from inference.engine.engine import Engine
 from inference.parallel.config import ParallelConfig
-from m3rl.plan import H200_BYTES
+from m3rl.plan_text import H200_BYTES
 from m3rl.policy import Policy
 from m3rl.sync_plan import (
     SyncSetting,
@@ -38,7 +38,7 @@ def test_a_planned_replica_holds_what_its_engine_says(dtype, quantization):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_planned_trainer_holds_what_its_policy_says(dtype):
-    policy = Policy(MODEL, dtype=dtype, attention="sdpa", replay_routing=False)
+    policy = Policy(MODEL, dtype=dtype)
     assert published_layout(MODEL, dtype) == policy.layout()
 
 
@@ -66,6 +66,20 @@ def test_experts_that_the_trainer_quantises_are_half_of_the_bytes():
     assert 0.5 < small.sent_bytes[0] / plain.sent_bytes[0] < 0.54
 
 
+def test_smaller_chunks_are_more_rounds():
+    setting = SyncSetting(RELEASED, EngineConfig(dtype="bfloat16", quantization="mxfp8"))
+    small = dataclasses.replace(setting, chunk_bytes=64 << 20)
+    assert small.project().num_rounds > 3 * setting.project().num_rounds
+
+
+def test_with_deltas_replicas_share_one_plan():
+    shards = TrainerShards(4, replicas=4)
+    setting = SyncSetting(MODEL, EngineConfig(dtype="bfloat16"), shards, num_replicas=4)
+    turning, alike = (dataclasses.replace(setting, delta=d).project() for d in (False, True))
+    assert all(size % 4 == 0 for size in alike.sent_bytes)  # four times the same
+    assert turning.balance < alike.balance
+
+
 def test_the_real_model_is_sharded_over_half_of_the_gpus():
     setting = SyncSetting(RELEASED, EngineConfig(dtype="bfloat16", quantization="mxfp8"))
     assert sharded(setting, 4, H200_BYTES) is None
@@ -75,3 +89,7 @@ def test_the_real_model_is_sharded_over_half_of_the_gpus():
     projection = found.project()
     assert projection.balance <= 1.05
     assert projection.seconds <= 1.5 * projection.floor_s
+    split = dataclasses.replace(setting, replica=ParallelConfig(8, 1, 8))
+    found = sharded(split, 48, H200_BYTES)
+    assert (found.replica, found.num_replicas) == (ParallelConfig(8, 1, 8), 3)
+    assert sharded(split, 12, H200_BYTES).replica == ParallelConfig(1, 4, 4)

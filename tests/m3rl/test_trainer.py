@@ -10,8 +10,10 @@ import pytest
 
 from m3rl.checkpoint import Checkpoint
 from m3rl.config import Config, ConfigError
+from m3rl.rollout.heal import GivenUpError
 from m3rl.run_dir import RunDirectory
 from m3rl.trainer import Trainer, TrainingError, train
+from m3rl.training_batch import BatchMaker
 from m3rl.weight_sync.errors import SyncError
 
 QUIET = ["eval.at_start=false", "eval.at_end=false", "logging.wandb.mode=disabled"]
@@ -33,12 +35,11 @@ class FakeParts:
         self._ready = ready
         self._hash = master_hash
 
-    def all(self, method: str, *args: Any) -> list[None]:
+    def all(self, method: str, *args: Any) -> list[str | None]:
+        if method == "master_hash":
+            return [self._hash]
         self.events.append((method, *args))
         return [None]
-
-    def one(self, rank: int, method: str) -> str:
-        return self._hash
 
     def make_senders(self) -> None:
         self.events.append("make_senders")
@@ -57,10 +58,13 @@ class FakeParts:
     def ready(self, version: int) -> list[int]:
         return self._ready
 
+    def condemns(self) -> str | None:
+        return None
+
     def take(self, count: int) -> list:
         return []
 
-    def collect(self, *args: Any) -> None:
+    def collect_refilled(self, *args: Any, **options: Any) -> None:
         self.events.append("rollout")
         raise FirstRollout
 
@@ -77,6 +81,7 @@ def resumed_trainer(run: RunDirectory, config: Config, parts: FakeParts) -> Trai
         "stream": {"next_ordinal": 160},
         "skipped_updates": 1,
         "restarts": 0,
+        "kl_coef": 0.07,
         "initial_hash": "aa",
         "seconds": 1.0,
         "metrics": {"reward/mean": 0.5},
@@ -90,6 +95,7 @@ def resumed_trainer(run: RunDirectory, config: Config, parts: FakeParts) -> Trai
         "_version": 0,
         "_skipped": 0,
         "_sampling": None,
+        "_batches": BatchMaker(config, parts.all),
     }
     for name in ("_ranks", "_stream", "_sync", "_backend", "_collector", "_heal"):
         values[name] = parts
@@ -121,6 +127,15 @@ def test_a_resumed_run_restores_everything_then_pushes_the_weights_then_rolls_ou
     ]
 
 
+def test_a_resumed_run_goes_on_with_the_kl_coefficient_it_had_come_to(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "grpo.kl={coef: 0.1, target: 0.05}")
+    with RunDirectory(config, "train") as run:
+        trainer = resumed_trainer(run, config, FakeParts(ready=[0]))
+        with pytest.raises(FirstRollout):
+            trainer.run()
+    assert trainer._batches.kl.coef == 0.07
+
+
 # BR-018
 def test_weights_that_do_not_arrive_end_the_run_before_any_rollout(tmp_path: Path) -> None:
     config, parts = config_of(tmp_path), FakeParts(ready=[])
@@ -142,6 +157,45 @@ def test_a_replica_lost_while_the_run_connects_is_healed_and_does_not_end_the_ru
     with RunDirectory(config, "train") as run, pytest.raises(FirstRollout):
         resumed_trainer(run, config, parts).run()
     assert parts.events[-3:] == [("heal", 0), ("sync", 4), "rollout"]
+
+
+def test_a_probe_that_every_replica_fails_ends_the_run_and_restarts_nothing(tmp_path: Path) -> None:
+    config, parts = config_of(tmp_path), FakeParts(ready=[])
+    parts.condemns = lambda: "every replica fails the probe: 0.5"
+    with (
+        RunDirectory(config, "train") as run,
+        pytest.raises(TrainingError, match=r"every replica fails the probe: 0\.5"),
+    ):
+        resumed_trainer(run, config, parts).run()
+    assert not any(event[0] == "heal" for event in parts.events)
+
+
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_a_replica_that_fails_its_probe_again_is_given_up(tmp_path: Path, is_given_up) -> None:
+    config, parts = config_of(tmp_path), FakeParts(ready=[0])
+
+    def bring(*args: Any) -> list[int]:
+        raise SyncError("the probe differs by 0.5")
+
+    parts.bring, parts.receivers = bring, lambda replica: []
+    parts.gives_up = lambda replica: f"{replica}: 2 times in a row" if is_given_up else None
+    with RunDirectory(config, "train") as run:
+        trainer = resumed_trainer(run, config, parts)
+        with pytest.raises(GivenUpError if is_given_up else SyncError):
+            trainer._bring(7)
+
+
+def test_before_the_last_replica_is_forgotten_the_run_ends_where_the_probe_says_so(
+    tmp_path: Path,
+) -> None:
+    config, parts = config_of(tmp_path), FakeParts(ready=[])
+    parts.condemns, parts.forget = lambda: "every replica fails the probe", parts.restore
+    with (
+        RunDirectory(config, "train") as run,
+        pytest.raises(TrainingError, match="every replica fails the probe"),
+    ):
+        resumed_trainer(run, config, parts)._forget(0)
+    assert parts.events == []
 
 
 def test_a_kl_reference_that_changed_since_the_run_began_is_refused(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ def dense_varlen(
 ) -> Tensor:
     """Softmax attention of each query over its sample's keys up to its own position.
 
-    Query head h reads KV head `h // (H / K)`. FP32 inside, one cast to the dtype of `q_QHD`.
-    Gradients for q are added in a free order on CUDA unless `torch.use_deterministic_algorithms`
-    is set.
+    Query head h reads KV head `h // (H / K)`. FP32 inside, one cast to the dtype of `q_QHD`. Once
+    differentiable on CUDA. Gradients for q are added there in a free order, unless
+    `torch.use_deterministic_algorithms` is set, with which the same inputs give the same bits.
 
     Args:
-        q_QHD: [Q, H, D]; on CUDA float16 or bfloat16, D a multiple of 8 up to 256.
+        q_QHD: [Q, H, D]; on CUDA float16 or bfloat16, D a multiple of 8 up to 128.
         k_TKD, v_TKD: [T, K, D] of all packed tokens, the queries' dtype.
         scale: factor on the query-key products.
 

@@ -14,6 +14,8 @@ the kernel that wrote them has ended.
 import triton
 import triton.language as tl
 
+from inference.kernels.swiglu_oai.kernel import clamped
+
 
 @triton.jit
 def _tiles_of(ids_ptr, num_pairs, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr):
@@ -147,8 +149,7 @@ def decode_gate_up_kernel(
         # [BLOCK_R / 2, BLOCK_M]
         b_acc = b_acc.reshape(BLOCK_R // 2, 2, BLOCK_M).permute(0, 2, 1)
         b_gate, b_up = tl.split(b_acc)
-        b_gate = tl.minimum(b_gate, limit)
-        b_up = tl.minimum(tl.maximum(b_up, -limit), limit)
+        b_gate, b_up = clamped(b_gate, b_up, limit)
         b_h = b_gate * tl.sigmoid(alpha * b_gate) * (b_up + beta)
         o_n = tile % NUM_N * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
         p_h = h_ptr + b_pair.to(tl.int64)[None, :] * WIDTH + o_n[:, None]

@@ -9,6 +9,8 @@ than BLOCK_M: a second, swapped product takes them while the weights are there.
 import triton
 import triton.language as tl
 
+from inference.kernels.swiglu_oai.kernel import clamped
+
 
 @triton.jit
 def _tile_of(tile, num_m, num_n: tl.constexpr, GROUP: tl.constexpr):
@@ -52,8 +54,7 @@ def _rows_at(ptr, plan_ptr, order_start, o_m, m_m, TOPK: tl.constexpr, SIZE: tl.
 def _store_h(
     h_ptr, b_gate, b_up, o_m, m_m, o_n, alpha, limit, beta, WIDTH: tl.constexpr, SWAP: tl.constexpr
 ):
-    b_gate = tl.minimum(b_gate, limit)
-    b_up = tl.minimum(tl.maximum(b_up, -limit), limit)
+    b_gate, b_up = clamped(b_gate, b_up, limit)
     b_h = b_gate * tl.sigmoid(alpha * b_gate) * (b_up + beta)
     if SWAP:
         p_h = h_ptr + o_m.to(tl.int64)[None, :] * WIDTH + o_n[:, None]

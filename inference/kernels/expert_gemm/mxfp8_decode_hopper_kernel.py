@@ -28,6 +28,7 @@ from inference.kernels.expert_gemm.mxfp8_ring_hopper_kernel import (
 )
 from inference.kernels.hardware import num_multiprocessors
 from inference.kernels.mxfp8 import MXFP8Tensor
+from inference.kernels.swiglu_oai.kernel import clamped
 
 MAX_UNPLANNED = gl.constexpr(32)
 """Pairs, one a lane, of which every program finds the tiles itself."""
@@ -192,8 +193,7 @@ def gate_up_kernel(
         # [SHARE, TOKENS] each
         b_gate, b_up = b_acc.reshape([2, SHARE, TOKENS]).permute((1, 2, 0)).split()
         OUT: gl.constexpr = b_gate.type.layout
-        b_gate = gl.minimum(b_gate, limit)
-        b_up = gl.minimum(gl.maximum(b_up, -limit), limit)
+        b_gate, b_up = clamped(b_gate, b_up, limit)
         b_h = b_gate / (1.0 + gl.exp(-alpha * b_gate)) * (b_up + beta)
         b_pair, m_n = _pairs(
             plan_ptr, found, order_start, num_tokens * TOPK, expert, first, end,

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from inference.kernels.expert_gemm.mxfp8_operands_kernel import BOX, CHUNK, ROWS
+from inference.kernels.swiglu_oai.kernel import clamped
 
 
 @gluon.jit
@@ -42,8 +43,7 @@ def _store(out_ptr, b_out, row, num_rows, first, end, stride_out, HAS_EDGE: gl.c
 @gluon.jit
 def _swiglu(b_gate, b_up, act):
     alpha, limit, beta = act
-    b_gate = gl.minimum(b_gate, limit)
-    b_up = gl.minimum(gl.maximum(b_up, -limit), limit)
+    b_gate, b_up = clamped(b_gate, b_up, limit)
     return b_gate / (1.0 + gl.exp(-alpha * b_gate)) * (b_up + beta)
 
 

@@ -17,6 +17,7 @@ from inference.kernels.expert_gemm.mxfp8_config import config_of
 from inference.kernels.hardware import USE_PDL, is_hopper, num_multiprocessors
 from inference.kernels.linear.mxfp8_kernel import linear, widened
 from inference.kernels.mxfp8 import MXFP8Tensor
+from inference.kernels.swiglu_oai.kernel import clamped
 
 TILE_ROWS = 32
 """Tokens of a tile where Hopper's kernel does not run."""
@@ -74,9 +75,8 @@ def widened_product_kernel(
                 b_w = widened(p_up, p_scale + (COLUMNS * SIZE + k) // 32, m_w, b_x.dtype)
                 b_up = tl.dot(b_x, b_w.T, b_up, input_precision="ieee")
         if IS_GATE_UP:
-            b_acc = tl.minimum(b_acc, limit)
-            b_up = tl.minimum(tl.maximum(b_up, -limit), limit)
-            b_acc = b_acc * tl.sigmoid(alpha * b_acc) * (b_up + beta)
+            b_gate, b_up = clamped(b_acc, b_up, limit)
+            b_acc = b_gate * tl.sigmoid(alpha * b_gate) * (b_up + beta)
         p_out = out_ptr + o_m.to(tl.int64)[:, None] * COLUMNS + o_n[None, :]
         tl.store(p_out, b_acc.to(out_ptr.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 

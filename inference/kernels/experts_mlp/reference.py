@@ -7,6 +7,7 @@ from torch import Tensor
 
 from inference.kernels.mxfp8 import MXFP8Tensor
 from inference.kernels.mxfp8 import reference as mxfp8
+from inference.kernels.swiglu_oai.reference import swiglu_oai
 
 
 def experts_mlp(
@@ -26,17 +27,10 @@ def experts_mlp(
     tokens_X = order_X // ids_TA.shape[1]
     dtype = torch.promote_types(x_TC.dtype, torch.float32)
     x_XC = x_TC.to(dtype).index_select(0, tokens_X)
-    hidden_XI = swiglu_oai(_products(x_XC, gate_up_ENC, counts), alpha, limit)
+    hidden_XI = swiglu_oai(_products(x_XC, gate_up_ENC, counts), alpha, limit, beta=1.0)
     y_XC = _products(hidden_XI, down_ECI, counts)
     y_XC = y_XC * weights_TA.flatten().index_select(0, order_X)[:, None]
     return y_XC.new_zeros(x_TC.shape).index_add(0, tokens_X, y_XC).to(x_TC.dtype)
-
-
-def swiglu_oai(gate_up_XN: Tensor, alpha: float, limit: float) -> Tensor:
-    """M3's activation in the dtype of `gate_up_XN`."""
-    gate, up = gate_up_XN.chunk(2, dim=-1)
-    gate = gate.clamp(max=limit)
-    return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
 
 
 def _products(rows_XK: Tensor, weight_ENK: Tensor | MXFP8Tensor, counts: list[int]) -> Tensor:

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inference.kernels.experts_mlp.choices import Choices
+from inference.kernels.swiglu_oai.kernel import clamped
 
 
 @triton.jit
@@ -53,9 +54,9 @@ def _activation_kernel(
     o_i = tl.arange(0, BLOCK)
     m_i = o_i < width
     p_gate = gate_up_ptr + i_row * 2 * width + o_i
-    b_gate = tl.minimum(tl.load(p_gate, mask=m_i, other=0.0).to(tl.float32), limit)
-    b_up = tl.load(p_gate + width, mask=m_i, other=0.0).to(tl.float32)
-    b_up = tl.minimum(tl.maximum(b_up, -limit), limit)
+    b_gate = tl.load(p_gate, mask=m_i, other=0.0)
+    b_up = tl.load(p_gate + width, mask=m_i, other=0.0)
+    b_gate, b_up = clamped(b_gate, b_up, limit)
     b_out = b_gate * tl.sigmoid(alpha * b_gate) * (b_up + 1) * b_weight
     tl.store(out_ptr + i_row * width + o_i, b_out.to(out_ptr.dtype.element_ty), mask=m_i)
 
@@ -85,8 +86,8 @@ def _activation_backward_kernel(
     b_x = tl.load(p_gate, mask=m_i, other=0.0).to(tl.float32)
     b_y = tl.load(p_gate + width, mask=m_i, other=0.0).to(tl.float32)
     b_grad = tl.load(p_hidden, mask=m_i, other=0.0).to(tl.float32)
-    b_gate = tl.minimum(b_x, limit)
-    b_up = tl.minimum(tl.maximum(b_y, -limit), limit) + 1
+    b_gate, b_up = clamped(b_x, b_y, limit)
+    b_up += 1
     b_sigmoid = tl.sigmoid(alpha * b_gate)
     b_glu = b_gate * b_sigmoid
     b_out = b_glu * b_up

@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from inference.kernels.swiglu_oai.kernel import clamped
+
 # Renamed between Triton 3.6 and 3.9.
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -124,9 +126,8 @@ def stream_kernel(
         y_smem.store(b_acc.to(out_type).to(gl.float32))
         _barrier()
         # [SHARE, TOKENS] each
-        b_gate = gl.minimum(y_smem.slice(0, SHARE).load(OUT), limit)
-        b_up = y_smem.slice(SHARE, SHARE).load(OUT)
-        b_up = gl.minimum(gl.maximum(b_up, -limit), limit)
+        b_gate = y_smem.slice(0, SHARE).load(OUT)
+        b_gate, b_up = clamped(b_gate, y_smem.slice(SHARE, SHARE).load(OUT), limit)
         b_out = b_gate / (1.0 + gl.exp(-alpha * b_gate)) * (b_up + beta)
         o_row = first + gl.arange(0, SHARE, layout=gl.SliceLayout(1, OUT))
         m_row = o_row < num_rows // 2

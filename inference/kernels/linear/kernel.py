@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inference.kernels.swiglu_oai import swiglu_oai
+from inference.kernels.swiglu_oai.kernel import clamped
 
 MAX_TOKENS = 32
 """Tokens of one call of a streaming kernel; more go to cuBLAS."""
@@ -72,8 +73,7 @@ def _skinny_kernel(
         # [BLOCK_ROWS / 2, BLOCK_TOKENS] each
         pairs = b_y.to(tl.float32).reshape(BLOCK_ROWS // 2, 2, BLOCK_TOKENS).permute(0, 2, 1)
         gate, up = tl.split(pairs)
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
+        gate, up = clamped(gate, up, limit)
         b_out = gate * tl.sigmoid(alpha * gate) * (up + beta)
         o_out = i_block * (BLOCK_ROWS // 2) + tl.arange(0, BLOCK_ROWS // 2)
         m_out = o_out < num_rows // 2

@@ -34,6 +34,7 @@ from inference.kernels.expert_gemm.mxfp8_operands_kernel import (
 )
 from inference.kernels.hardware import num_multiprocessors
 from inference.kernels.mxfp8 import MXFP8Tensor
+from inference.kernels.swiglu_oai.kernel import clamped
 
 STAGES = {16: 5, 32: 4}
 """Tiles of a warpgroup's ring, by padded tokens: four warpgroups fit a multiprocessor."""
@@ -153,9 +154,8 @@ def _walk(
         b_out = y_tile.slice(0, SHARE).load(out)
         if IS_SWIGLU:
             alpha, limit, beta = act
-            b_gate = gl.minimum(b_out, limit)
             b_up = y_tile.slice(SHARE, SHARE).load(out)
-            b_up = gl.minimum(gl.maximum(b_up, -limit), limit)
+            b_gate, b_up = clamped(b_out, b_up, limit)
             b_out = b_gate / (1.0 + gl.exp(-alpha * b_gate)) * (b_up + beta)
         o_row = first + gl.arange(0, SHARE, gl.SliceLayout(1, out))
         o_t = gl.arange(0, TOKENS, gl.SliceLayout(0, out))

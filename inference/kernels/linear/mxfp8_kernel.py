@@ -14,6 +14,7 @@ from torch import Tensor
 from inference.kernels.expert_gemm.mxfp8_config import dense_config_of
 from inference.kernels.hardware import USE_PDL, is_hopper
 from inference.kernels.mxfp8 import MXFP8Tensor
+from inference.kernels.swiglu_oai.kernel import clamped
 
 MAX_FEW_TOKENS = 32
 """Of a call for which the weight is streamed once."""
@@ -78,8 +79,7 @@ def _linear_kernel(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     b_out = b_acc.to(dtype)
     if IS_SWIGLU:
-        b_gate = tl.minimum(b_out.to(tl.float32), limit)
-        b_up = tl.minimum(tl.maximum(b_up.to(dtype).to(tl.float32), -limit), limit)
+        b_gate, b_up = clamped(b_out, b_up.to(dtype), limit)
         b_out = (b_gate * tl.sigmoid(alpha * b_gate) * (b_up + beta)).to(dtype)
     p_out = out_ptr + o_t.to(tl.int64)[None, :] * COLUMNS + o_n[:, None]
     tl.store(p_out, b_out, mask=m_n[:, None] & m_t[None, :])

@@ -20,9 +20,9 @@ def router(
 ) -> tuple[Tensor, Tensor]:
     """Choose `topk` experts by sigmoid score plus bias; weigh them by their scores alone.
 
-    FP32 throughout, under any autocast. Ties go to the lower id. Gradients reach `x_TC` and
-    `weight_EC` through the weights, never through the choice; where they are needed on CUDA the
-    kernel chooses and the reference weighs.
+    FP32 throughout, under any autocast (FP64 on the CPU if all inputs are). Ties go to the lower
+    id. Gradients reach `x_TC` and `weight_EC` through the weights, never through the choice; where
+    they are needed on CUDA the kernel chooses and the reference weighs.
 
     Args:
         x_TC: [T, C], any float dtype.
@@ -42,8 +42,9 @@ def router(
     num_experts = weight_EC.shape[0]
     expect_shape(OP, "weight_EC", weight_EC, (num_experts, hidden))
     expect_shape(OP, "bias_E", bias_E, (num_experts,))
-    expect_dtype(OP, "weight_EC", weight_EC, torch.float32)
-    expect_dtype(OP, "bias_E", bias_E, torch.float32)
+    dtype = torch.float64 if x_TC.dtype == torch.float64 and not on_gpu else torch.float32
+    expect_dtype(OP, "weight_EC", weight_EC, dtype)
+    expect_dtype(OP, "bias_E", bias_E, dtype)
     if not 1 <= topk <= num_experts:
         raise ValueError(f"{OP}: topk={topk} of {num_experts} experts")
     if replay_ids_TA is not None:

@@ -14,7 +14,7 @@ def router(
 ) -> tuple[Tensor, Tensor]:
     # An FP32 linear under BF16 autocast returns BF16, and near ties then flip.
     with torch.autocast(device_type=x_TC.device.type, enabled=False):
-        scores_TE = torch.nn.functional.linear(x_TC.float(), weight_EC).sigmoid()
+        scores_TE = torch.nn.functional.linear(x_TC.to(weight_EC.dtype), weight_EC).sigmoid()
         if replay_ids_TA is None:
             ranked_TE = (scores_TE + bias_E).sort(dim=-1, descending=True, stable=True).indices
             ids_TA = ranked_TE[:, :topk]

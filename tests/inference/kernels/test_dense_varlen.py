@@ -3,7 +3,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from inference.kernels.dense_varlen import dense_varlen
+from inference.kernels.dense_varlen import dense_varlen, kernel
 from inference.kernels.packing import Packing
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.4
@@ -29,12 +29,12 @@ def run(q, k, v, grad_out, packing, scale=SCALE):
     return out.detach(), *(leaf.grad for leaf in leaves)
 
 
-def plain_attention(q, k, v):
+def plain_attention(q, k, v, scale=SCALE):
     """Causal attention of one sample, by the book."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-    logits = q.transpose(0, 1) @ k.mT * SCALE
-    is_future = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+    logits = q.transpose(0, 1) @ k.mT * scale
+    is_future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return (logits.masked_fill(is_future, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
@@ -72,6 +72,36 @@ def test_half_precision_is_rounded_once():
     assert torch.equal(dense_varlen(q, k, v, packing, scale=SCALE), exact.bfloat16())
 
 
+def test_long_samples_are_parts_of_their_own_and_others_run_together(monkeypatch):
+    monkeypatch.setattr(kernel, "LONG", 10)
+    parts = kernel.parts_of(Packing.of([12, 3, 9, 10, 1], "cpu").seen)
+    assert [part.is_long for part in parts] == [True, False, True, False]
+    assert [part.samples for part in parts] == [slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 5)]
+    assert [part.keys for part in parts] == [
+        slice(0, 12),
+        slice(12, 24),
+        slice(24, 34),
+        slice(34, 35),
+    ]
+    assert all(part.queries == part.keys for part in parts)
+
+
+def test_a_long_sample_whose_first_queries_are_elsewhere_runs_with_the_short_ones(monkeypatch):
+    monkeypatch.setattr(kernel, "LONG", 10)
+    parts = kernel.parts_of(Packing.of([20, 11, 20], "cpu", 15, 30).seen)
+    # Of the last sample only the first 14 tokens are queries: a sample of 14 tokens.
+    assert [part.is_long for part in parts] == [False, True, True]
+    assert [part.queries for part in parts] == [slice(0, 5), slice(5, 16), slice(16, 30)]
+    assert [part.keys for part in parts] == [slice(0, 20), slice(20, 31), slice(31, 45)]
+
+
+def test_few_sizes_of_long_samples_exist_and_none_is_much_longer_than_its_sample():
+    lengths = range(4096, 1 << 17, 37)
+    assert len({kernel.padded_length(length) for length in lengths}) <= 8 * 5 + 1
+    assert all(0 <= kernel.padded_length(n) - n < n / 8 for n in lengths)
+    assert kernel.padded_length(16384) == 16384
+
+
 def test_bad_input():
     q, k, v, _ = random_case([5])
     packing = Packing.of([5], "cpu")
@@ -99,6 +129,50 @@ def test_on_cuda_like_the_reference(cuda, first, count):
         error = float((found - wanted).norm() / wanted.norm())
         # Operands and weights are rounded to BF16, 2^-9 each.
         assert error < 1e-2, f"{name}: {error}"
+
+
+@pytest.fixture
+def set_deterministic():
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_long_samples_among_short_ones_on_cuda(cuda, set_deterministic, is_deterministic):
+    lengths, scale = [130, 5000, 300, 1, 4608], 128**-0.5
+    q, k, v, grad_out = (x.to(cuda) for x in random_case(lengths, torch.bfloat16, (8, 2), 128))
+    packing = Packing.of(lengths, cuda)
+    set_deterministic(is_deterministic)
+    found = run(q, k, v, grad_out, packing, scale)
+    again = run(q, k, v, grad_out, packing, scale)
+    set_deterministic(False)
+    assert torch.equal(found[0], again[0])
+    if is_deterministic:
+        assert all(map(torch.equal, found, again))
+    errors = {}
+    for tokens in samples_of(lengths):
+        leaves = [x[tokens].float().requires_grad_() for x in (q, k, v)]
+        out = plain_attention(*leaves, scale)
+        out.backward(grad_out[tokens].float())
+        wanted = (out.detach(), *(leaf.grad for leaf in leaves))
+        for name, one, other in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+            error = float((one[tokens].float() - other).norm() / other.norm().clamp(min=1e-6))
+            errors[name, tokens.start] = error
+    # One key alone has softmax 1, whatever its product: only noise is left of dq and dk.
+    del errors["dq", sum(lengths[:3])], errors["dk", sum(lengths[:3])]
+    assert max(errors.values()) < 1e-2, errors
+
+
+@pytest.mark.gpu
+def test_whole_samples_of_a_range_of_queries_are_those_of_the_whole_row(cuda):
+    lengths, first, count = [700, 4200, 5000], 400, 8000
+    q, k, v, grad_out = (x.to(cuda) for x in random_case(lengths, torch.bfloat16, (8, 2), 128))
+    own = slice(first, first + count)
+    whole = run(q, k, v, grad_out, Packing.of(lengths, cuda), 128**-0.5)
+    part = run(q[own], k, v, grad_out[own], Packing.of(lengths, cuda, first, count), 128**-0.5)
+    for one, other in zip(part[:2], whole[:2], strict=True):
+        torch.testing.assert_close(one, other[own], rtol=2e-2, atol=2e-2)
 
 
 def test_float32_on_cuda_is_refused(cuda):

@@ -83,6 +83,32 @@ def test_a_token_may_name_an_expert_twice(kernel_device):
     agree(found, reference.expert_gemm(x, w13, w2, ids, weights, *M3), 1e-6)
 
 
+def check_nan(args, row, **how):
+    """With NaN in `row` of an expert's gates and ups, in the tokens that have it and only there."""
+    x, w13, w2, ids, weights = args
+    w13 = w13.clone()
+    w13[2, row] = torch.nan
+    found = kernel.expert_gemm(x, w13, w2, ids, weights, *M3, **how)
+    is_hit = (ids == 2).any(1)
+    assert is_hit.any()
+    assert not is_hit.all()
+    assert torch.equal(found.isnan().all(1), is_hit)
+    agree(found[~is_hit], reference.expert_gemm(*args, *M3)[~is_hit], 1e-6)
+
+
+@pytest.mark.parametrize("row", [1, 7 + 5], ids=["gate", "up"])
+@pytest.mark.parametrize("variant", ["plain", "swapped", "tails"])
+def test_nan_in_a_gate_or_an_up_stays_nan(kernel_device, variant, row):
+    args = make(33, 1, 3, 12, 7, torch.float32, kernel_device)
+    check_nan(args, row, config=VARIANTS[variant])
+
+
+@pytest.mark.parametrize("row", [1, 7 + 5], ids=["gate", "up"])
+def test_nan_stays_nan_for_few_tokens_too(kernel_device, row):
+    args = make(5, 2, 5, 12, 7, torch.float32, kernel_device)
+    check_nan(args, row, few=Few(rows=64, depth=32, stages=2))
+
+
 def test_fp16_tokens_are_rounded_once_at_the_end(kernel_device):
     args = make(9, 2, 4, 64, 32, torch.float16, kernel_device)
     agree(kernel.expert_gemm(*args, *M3), reference.expert_gemm(*args, *M3), 1e-3)

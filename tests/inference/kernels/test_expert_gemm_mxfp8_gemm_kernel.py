@@ -77,6 +77,37 @@ def test_equals_the_reference_over_the_wide_weights(kernel_device, num_tokens, h
     agree(found(case, kernel_device), wanted(case), 1e-6)
 
 
+def poisoned(x: Tensor, weight: MXFP8Tensor, half: int) -> tuple[Tensor, MXFP8Tensor]:
+    """Token 0 has NaN in all gates (`half` 0) or ups (1) and infinity in the others.
+
+    As 0 · inf: values of a weight are finite.
+    """
+    x, values = x.clone(), weight.values.clone().view(torch.uint8)
+    x[0, 0] = torch.inf
+    values.unflatten(-2, (2, -1))[..., :, 0] = 0x38  # 1.0
+    values.unflatten(-2, (2, -1))[..., half, :, 0] = 0
+    return x, MXFP8Tensor(values.view(torch.float8_e4m3fn), weight.scale)
+
+
+@pytest.mark.parametrize("half", [0, 1], ids=["gate", "up"])
+def test_nan_in_a_gate_or_an_up_stays_nan(kernel_device, half):
+    x, w13, *rest = make(9, 2, 4, 32, 32, torch.float32)
+    x, w13 = poisoned(x, w13, half)
+    out = found((x, w13, *rest), kernel_device)
+    assert out.isnan().all(1).tolist() == [True] + 8 * [False]
+    agree(out[1:], wanted((x, w13, *rest))[1:], 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [0, 1], ids=["gate", "up"])
+@pytest.mark.parametrize("num_tokens", [33, 300, 1030])
+def test_nan_in_a_gate_or_an_up_stays_nan_in_bf16(cuda, num_tokens, half):
+    x, w13, *rest = make(num_tokens, 4, 8, 512, 384, torch.bfloat16)
+    out = found((*poisoned(x, w13, half), *rest), cuda)
+    assert out.isnan().all(1).nonzero().tolist() == [[0]]
+    assert not out[1:].isnan().any()
+
+
 def test_the_shared_expert_may_be_mxfp8_too(kernel_device):
     case = make(19, 2, 4, 64, 32, torch.float32)
     shared = make_weight(2 * 96, 64, seed=7), make_weight(64, 96, seed=8)

@@ -78,6 +78,21 @@ def test_every_cut_equals_the_reference(cuda, cut, num_tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("half", [0, 1], ids=["gate", "up"])
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_nan_in_a_gate_or_an_up_stays_nan(cuda, num_tokens, half):
+    """As 0 · inf: values of a weight are finite. The other half is infinite."""
+    x, w13, *rest = make(num_tokens, 2, 4, HIDDEN, WIDTH, torch.bfloat16, cuda)
+    x[0, 0] = torch.inf
+    values = w13.values.view(torch.uint8)
+    values[:, :, 0] = 0x38  # 1.0
+    values[:, half * WIDTH : (half + 1) * WIDTH, 0] = 0
+    found = mxfp8_kernel.expert_gemm(x, w13, *rest, *M3)
+    assert found.isnan().all(1).nonzero().tolist() == [[0]]
+    assert not found[1:].isnan().any()
+
+
+@pytest.mark.gpu
 def test_widening_is_exact(cuda):
     """One-hot tokens read columns of the weight: e4m3 numbers under scales from end to end."""
     g = torch.Generator().manual_seed(0)

@@ -78,7 +78,7 @@ def test_activation_and_its_gradients_are_those_of_the_reference(ids_and_experts
     grad = torch.randn(choices.num_rows, width, device=ids_TA.device)
     leaves = gate_up.double().requires_grad_(), weights.double().requires_grad_()
     weights_X1 = leaves[1].flatten()[choices.choice_X.long(), None]
-    wanted = reference.swiglu_oai(leaves[0], ALPHA, LIMIT) * weights_X1
+    wanted = reference.swiglu_oai(leaves[0], ALPHA, LIMIT, beta=1.0) * weights_X1
     wanted_grads = torch.autograd.grad(wanted, leaves, grad.double())
     found = rows_kernel.activation(gate_up, weights, choices, ALPHA, LIMIT)
     found_grads = rows_kernel.activation_backward(grad, gate_up, weights, choices, ALPHA, LIMIT)
@@ -86,6 +86,20 @@ def test_activation_and_its_gradients_are_those_of_the_reference(ids_and_experts
     for a, b in pairs:
         # A dozen operations in FP32, the gradient of a weight summed over a row.
         torch.testing.assert_close(a, b.float(), rtol=2e-5, atol=2e-5)
+
+
+def test_nan_in_a_gate_or_an_up_stays_nan(kernel_device):
+    choices = Choices.of(torch.tensor([[0, 1]], dtype=torch.int32, device=kernel_device), 2)
+    # [row, gates and ups of 2]: each row is NaN once.
+    gate_up = torch.tensor(
+        [[torch.nan, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, torch.nan]], device=kernel_device
+    )
+    weights, grad = torch.ones(1, 2, device=kernel_device), torch.ones(2, 2, device=kernel_device)
+    found = rows_kernel.activation(gate_up, weights, choices, ALPHA, LIMIT)
+    assert found.isnan().tolist() == [[True, False], [False, True]]
+    _, grad_weights = rows_kernel.activation_backward(grad, gate_up, weights, choices, ALPHA, LIMIT)
+    assert grad.isnan().tolist() == [[True, False], [False, True]]  # the result again
+    assert grad_weights.isnan().all()
 
 
 def experts_of(ids_TA: Tensor, num_experts: int, hidden: int, width: int, dtype=torch.float32):

@@ -69,6 +69,28 @@ def test_swiglu_in_the_kernel_is_swiglu_behind_it(dtype, kernel_device):
     torch.testing.assert_close(fused, expected, atol=1e-5, rtol=eps)
 
 
+def check_nan(run, weight: Tensor) -> None:
+    """`run`: SwiGLU of tokens times a weight. NaN in one gate or one up is in one column."""
+    width = len(weight) // 2
+    for row, column in ((2, 2), (width + 1, 1)):
+        spoilt = weight.clone()
+        spoilt[row] = torch.nan
+        assert run(spoilt).isnan().all(0).nonzero().tolist() == [[column]]
+        assert run(spoilt).isnan().any(0).sum() == 1
+
+
+def test_nan_in_a_gate_or_an_up_stays_nan(kernel_device):
+    x, weight = operands(3, 14, 32, torch.float32, kernel_device)
+    check_nan(lambda spoilt: skinny_linear(x, spoilt, None, M3, **SMALL), weight)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 17])
+def test_nan_in_a_gate_or_an_up_stays_nan_on_the_gpu(num_tokens, cuda):
+    x, weight = operands(num_tokens, 6144, 1024, torch.bfloat16, cuda)
+    assert kernel.fits_skinny(x, weight)
+    check_nan(lambda spoilt: linear(x, spoilt, swiglu=M3), weight)
+
+
 def test_a_token_does_not_depend_on_the_others_nor_on_their_number(kernel_device):
     x, weight = operands(16, 100, 64, torch.float16, kernel_device)
     together = skinny_linear(x, weight, None, None, **SMALL)

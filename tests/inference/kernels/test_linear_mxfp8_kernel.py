@@ -45,6 +45,26 @@ def test_equals_the_reference_over_the_wide_weight(
     assert error_of(found, reference.linear(x, wide(weight), None, swiglu)) < 1e-6
 
 
+def poisoned(x: Tensor, weight: MXFP8Tensor, half: int) -> tuple[Tensor, MXFP8Tensor]:
+    """Token 0 has NaN in all gates (`half` 0) or ups (1) and infinity in the others.
+
+    As 0 · inf: values of a weight are finite.
+    """
+    x, values = x.clone(), weight.values.clone().view(torch.uint8)
+    x[0, 0] = torch.inf
+    values.unflatten(-2, (2, -1))[..., :, 0] = 0x38  # 1.0
+    values.unflatten(-2, (2, -1))[..., half, :, 0] = 0
+    return x, MXFP8Tensor(values.view(torch.float8_e4m3fn), weight.scale)
+
+
+@pytest.mark.parametrize("half", [0, 1], ids=["gate", "up"])
+def test_nan_in_a_gate_or_an_up_stays_nan(kernel_device, half):
+    x, weight = poisoned(*make(3, 32, 14, torch.float32), half)
+    found = linear(x.to(kernel_device), to(weight, kernel_device), None, M3)
+    assert found.isnan().all(1).tolist() == [True, False, False]
+    assert error_of(found[1:], reference.linear(x[1:], wide(weight), None, M3)) < 1e-6
+
+
 def test_tokens_may_be_columns_of_something_wider(kernel_device):
     x, weight = make(5, 64, 32, torch.float32)
     whole = torch.full((5, 96), torch.nan)
@@ -69,6 +89,16 @@ def test_bf16_equals_the_reference(cuda, swiglu, out_dtype, num_tokens, size, nu
     found = linear(x.to(cuda), to(weight, cuda), out_dtype, swiglu)
     wanted = reference.linear(x.float(), wide(weight), None, swiglu)
     assert error_of(found, wanted) < (1e-5 if out_dtype and swiglu is None else 4e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [0, 1], ids=["gate", "up"])
+@pytest.mark.parametrize("num_tokens", [2, 32, 300])
+def test_nan_in_a_gate_or_an_up_stays_nan_in_bf16(cuda, num_tokens, half):
+    x, weight = poisoned(*make(num_tokens, 640, 512, torch.bfloat16), half)
+    found = linear(x.to(cuda), to(weight, cuda), None, M3)
+    assert found.isnan().all(1).nonzero().tolist() == [[0]]
+    assert not found[1:].isnan().any()
 
 
 @pytest.mark.gpu

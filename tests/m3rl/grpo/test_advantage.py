@@ -1,7 +1,9 @@
+import math
+
 import numpy as np
 import pytest
 
-from m3rl.grpo.advantage import group_advantages
+from m3rl.grpo.advantage import ADVANTAGE_KINDS, group_advantages
 
 
 def test_one_right_of_four_gives_minus_one_three_times_and_three_over_root_three():
@@ -25,7 +27,7 @@ def test_dr_grpo_only_centres_and_rloo_leaves_the_sample_out():
 
 
 # BR-033
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
 @pytest.mark.parametrize("reward", [0.7, 0.1, 1e9])
 def test_equal_rewards_give_exact_zeros_and_are_flagged(kind, reward):
     result = group_advantages([reward] * 10, ["g"] * 10, kind=kind)
@@ -83,3 +85,66 @@ def test_an_unscored_sample_is_refused_by_name():
 def test_an_unknown_kind_names_the_known_ones():
     with pytest.raises(ValueError, match="use one of"):
         group_advantages([1.0], ["a"], kind="gae")  # type: ignore[arg-type]
+
+
+def test_batch_std_divides_centred_rewards_by_their_deviation_over_the_batch():
+    # Centred: -1, 1 and -3, 3; mean square (1 + 1 + 9 + 9) / 4 = 5.
+    result = group_advantages([0, 2, 10, 16], ["a", "a", "b", "b"], kind="batch_std", eps=0.0)
+    np.testing.assert_allclose(result.values_B, np.array([-1, 1, -3, 3]) / np.sqrt(5), rtol=1e-6)
+
+
+# BR-033
+def test_batch_std_keeps_exact_zeros_for_a_flat_group_which_still_counts_in_the_batch():
+    rewards, groups = [0, 1, 0.7, 0.7], ["a", "a", "b", "b"]
+    result = group_advantages(rewards, groups, kind="batch_std", eps=0.0)
+    # Mean square (1/4 + 1/4 + 0 + 0) / 4 = 1/8.
+    np.testing.assert_allclose(result.values_B, np.array([-1, 1, 0, 0]) / 2 * np.sqrt(8), rtol=1e-6)
+    assert result.is_zero_variance_B.tolist() == [False, False, True, True]
+
+
+def test_maxrl_divides_by_the_mean_reward_so_that_rare_successes_count_most():
+    rare = group_advantages([0, 0, 0, 1], [0] * 4, kind="maxrl").values_B
+    np.testing.assert_allclose(rare, [-1, -1, -1, 3])
+    common = group_advantages([0, 1, 1, 1], [0] * 4, kind="maxrl").values_B
+    np.testing.assert_allclose(common, [-1, 1 / 3, 1 / 3, 1 / 3], rtol=1e-6)
+
+
+def test_maxrl_without_any_success_gives_zeros_and_refuses_negative_rewards():
+    nothing = group_advantages([0.0] * 4, [0] * 4, kind="maxrl")
+    np.testing.assert_array_equal(nothing.values_B, np.zeros(4, np.float32))
+    with pytest.raises(ValueError, match=r"sample 1 in group 'g' is -0\.5; grpo\.advantage: maxrl"):
+        group_advantages([1.0, -0.5], ["g", "g"], kind="maxrl")
+
+
+@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+def test_all_kinds_against_plain_loops_whatever_the_order(kind):
+    rng = np.random.default_rng(1)
+    rewards = rng.integers(0, 5, 24) / 4
+    groups = np.repeat(np.arange(4), 6)
+    order = rng.permutation(24)
+    actual = group_advantages(rewards[order], groups[order].tolist(), kind=kind, eps=1e-4).values_B
+    members = {
+        g: [float(r) for r, h in zip(rewards, groups, strict=True) if h == g] for g in groups
+    }
+    centred = [r - sum(m) / len(m) for m in members.values() for r in m]
+    batch_std = math.sqrt(sum(c * c for c in centred) / len(centred))
+    expected = []
+    for i in order:
+        m, r = members[groups[i]], float(rewards[i])
+        mean = sum(m) / len(m)
+        std = math.sqrt(sum((x - mean) ** 2 for x in m) / len(m))
+        expected.append(
+            {
+                "grpo": (r - mean) / (std + 1e-4),
+                "dr_grpo": r - mean,
+                "rloo": r - (sum(m) - r) / (len(m) - 1),
+                "batch_std": (r - mean) / (batch_std + 1e-4),
+                "maxrl": (r - mean) / mean,
+            }[kind]
+        )
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+def test_no_reward_gives_no_advantage(kind):
+    assert len(group_advantages([], [], kind=kind).values_B) == 0

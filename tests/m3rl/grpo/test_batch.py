@@ -7,8 +7,10 @@ from m3rl.completion_metrics import completion_metrics
 from m3rl.grpo.batch import (
     batch_metrics,
     build_batch,
-    micro_batches,
+    pack_rows,
+    plan_micro_batches,
     shard_rows,
+    sharding_metrics,
     split_minibatches,
 )
 from m3rl.types import Completion, Group, Prompt
@@ -223,21 +225,63 @@ def test_greedy_completions_cannot_be_trained_on():
 @given(
     lengths=st.lists(st.integers(1, 50), max_size=40),
     num_ranks=st.integers(1, 5),
-    max_tokens=st.integers(1, 120),
+    max_tokens=st.integers(50, 120),
     num_updates=st.integers(1, 4),
 )
-def test_every_row_is_trained_on_exactly_once(lengths, num_ranks, max_tokens, num_updates):
+def test_every_row_is_trained_on_exactly_once_in_equally_many_micro_batches(
+    lengths, num_ranks, max_tokens, num_updates
+):
     length_B = np.asarray(lengths, np.int64)
     seen = []
     for rows in split_minibatches(len(lengths), num_updates):
-        shards = shard_rows(rows, length_B, num_ranks)
-        tokens = [int(length_B[shard].sum()) for shard in shards]
+        plan = plan_micro_batches(rows, length_B, num_ranks, max_tokens)
+        assert len(plan) == num_ranks
+        assert len({len(packed) for packed in plan}) == 1
+        tokens = [int(sum(length_B[micro].sum() for micro in packed)) for packed in plan]
         assert max(tokens) - min(tokens) <= length_B[rows].max()
-        for shard in shards:
-            for micro in micro_batches(shard, length_B, max_tokens):
-                assert len(micro) == 1 or len(micro) * length_B[micro].max() <= max_tokens
-                seen += micro.tolist()
+        for packed in plan:
+            full = [int(length_B[micro].sum()) for micro in packed]
+            assert max(full) <= max_tokens
+            assert full == sorted(full, reverse=True)
+            # First fit leaves at most one micro-batch half empty.
+            assert sum(0 < n <= max_tokens // 2 for n in full) <= 1
+            seen += np.concatenate(packed).tolist()
     assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_rows_go_into_the_first_micro_batch_with_room_longest_first():
+    length_B = np.array([3, 6, 5, 2, 4, 1])
+    packed = pack_rows(np.arange(6), length_B, 10)
+    # 6 | 5; 4 fits the first, 3 the second; 2 the second; 1 makes a third.
+    assert [p.tolist() for p in packed] == [[1, 4], [0, 2, 3], [5]]
+
+
+def test_a_row_longer_than_a_micro_batch_says_what_to_raise():
+    with pytest.raises(ValueError, match=r"row 1 has 11 tokens .*raise it to 11"):
+        pack_rows(np.arange(3), np.array([4, 11, 2]), 10)
+
+
+def test_a_rank_without_rows_has_empty_micro_batches_that_count_as_padding():
+    length_B = np.array([7, 6, 5])
+    plan = plan_micro_batches(np.arange(3), length_B, 2, 8)
+    assert [[p.tolist() for p in packed] for packed in plan] == [[[0], []], [[1], [2]]]
+    metrics = sharding_metrics([np.arange(3)], length_B, 2, 8)
+    assert metrics["perf/padding_frac"] == pytest.approx(1 / 19)
+    assert metrics["perf/seqlen_imbalance"] == pytest.approx(11 / 9)
+    assert sharding_metrics([], length_B, 2, 8) == {}
+
+
+def test_padding_of_a_long_tailed_distribution_of_lengths_is_next_to_nothing():
+    rng = np.random.default_rng(0)
+    length_B = np.minimum(rng.lognormal(7.5, 1.0, 512).astype(int) + 64, 16384)
+    for num_ranks in (1, 8):
+        metrics = sharding_metrics([np.arange(512)], length_B, num_ranks, 16384)
+        assert metrics["perf/padding_frac"] < 1e-4
+        assert metrics["perf/seqlen_imbalance"] < 1.01
+    plan = plan_micro_batches(np.arange(512), length_B, 8, 16384)
+    rounds = [[length_B[packed[i]].sum() for packed in plan] for i in range(len(plan[0]))]
+    # The ranks wait for one another in every micro-batch but do so in vain in the last alone.
+    assert sum(map(max, rounds)) < 1.1 * length_B.sum() / 8
 
 
 # BR-036
@@ -246,8 +290,8 @@ def test_rewards_stay_with_their_sample_through_sharding_and_packing():
     group = make_group(0, [{"ids": [7] * n, "reward": float(n)} for n in lengths])
     batch = build([group])
     centred = np.float32(lengths) - np.mean(lengths)
-    for max_tokens in (1, 8, 1000):
+    for max_tokens in (11, 16, 1000):
         for shard in shard_rows(np.arange(4), batch.length_B, 2):
-            for micro in micro_batches(shard, batch.length_B, max_tokens):
+            for micro in pack_rows(shard, batch.length_B, max_tokens):
                 np.testing.assert_array_equal(batch.length_B[micro] - 2, np.take(lengths, micro))
                 np.testing.assert_array_equal(batch.advantages_B[micro], centred[micro])

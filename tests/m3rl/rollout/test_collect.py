@@ -158,3 +158,62 @@ def test_evaluation_draws_apart_from_training() -> None:
     made.collect([prompt(0)], 2, SAMPLING, stream=EVALUATION)
     assert backend.seeds[0].keys() == backend.seeds[1].keys()
     assert not set(backend.seeds[0].values()) & set(backend.seeds[1].values())
+
+
+class Stream:
+    """Prompts from 100 on; notes how many were asked for."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def take(self, count: int) -> list[Prompt]:
+        first = 100 + sum(self.taken)
+        self.taken.append(count)
+        return [prompt(first + i) for i in range(count)]
+
+
+def refilled(teaches, max_rounds: int, backend: FakeBackend | None = None):
+    """Four prompts, of whose groups and successors those teach whose ordinal `teaches` accepts."""
+    stream = Stream()
+    groups, stats = collector(backend or FakeBackend()).collect_refilled(
+        [prompt(i) for i in range(4)],
+        2,
+        SAMPLING,
+        take=stream.take,
+        has_signal=lambda group: teaches(group.prompt.ordinal),
+        max_rounds=max_rounds,
+    )
+    return [g.prompt.ordinal for g in groups], stream.taken, stats.metrics()
+
+
+def test_groups_that_teach_nothing_are_replaced_by_exactly_as_many_new_prompts() -> None:
+    # 0 and 2 teach; of 100 and 101 the first; then 102 does.
+    ordinals, taken, metrics = refilled(lambda o: o in (0, 2, 100, 102), max_rounds=5)
+    assert taken == [2, 1]
+    assert ordinals == [0, 1, 2, 3, 100, 101, 102]
+    assert metrics["data/resampled_batches"] == 2
+    assert metrics["data/resampled_prompts"] == 3
+    assert metrics["data/missing_groups"] == 0
+
+
+def test_refilling_ends_after_the_set_number_of_rounds_though_groups_are_missing() -> None:
+    ordinals, taken, metrics = refilled(lambda o: o == 1, max_rounds=3)
+    assert taken == [3, 3, 3]
+    assert len(ordinals) == 4 + 9
+    assert metrics["data/resampled_batches"] == 3
+    assert metrics["data/missing_groups"] == 3
+
+
+@pytest.mark.parametrize(
+    ("teaches", "max_rounds"), [(lambda o: True, 5), (lambda o: False, 0)], ids=["full", "off"]
+)
+def test_a_full_step_and_no_rounds_take_no_further_prompt(teaches, max_rounds) -> None:
+    ordinals, taken, metrics = refilled(teaches, max_rounds)
+    assert (ordinals, taken) == ([0, 1, 2, 3], [])
+    assert metrics["data/resampled_batches"] == metrics["data/resampled_prompts"] == 0
+
+
+def test_faults_of_every_round_are_counted() -> None:
+    backend = FakeBackend(faults=[{"0.0"}, set(), {"100.0", "100.1"}])
+    _, _, metrics = refilled(lambda o: o != 3, max_rounds=1, backend=backend)
+    assert metrics["fault/requeued_samples"] == 3

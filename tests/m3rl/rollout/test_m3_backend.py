@@ -122,17 +122,14 @@ def test_a_silent_replica_is_given_up_in_time_and_the_others_finish(backend: M3B
     assert again.generated.keys() == {r.request_id for r in outcome.lost}
 
 
-def test_a_killed_replica_is_noticed_without_waiting_for_the_deadline(backend: M3Backend) -> None:
+def test_a_killed_replica_is_noticed_at_once_and_has_no_weights_until_it_is_given_some(
+    backend: M3Backend, model_path: Path
+) -> None:
     os.kill(pid(backend, 0), signal.SIGKILL)
     outcome = backend.generate(REQUESTS, timeout_s=600)
     assert outcome.failures.keys() == {0}
     assert {r.prompt_ordinal for r in outcome.lost} == {0, 2}
     assert [h.is_alive for h in backend.health()] == [False, True]
-
-
-def test_a_restarted_replica_has_no_weights_until_it_is_given_some(
-    backend: M3Backend, model_path: Path
-) -> None:
     backend.restart(0)
     outcome = backend.generate(REQUESTS, timeout_s=60)
     assert "EMPTY" in outcome.failures[0]

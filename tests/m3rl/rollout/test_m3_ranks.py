@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,7 +39,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with ray_cluster(4):
+    with ray_cluster(5):
         yield
 
 
@@ -51,6 +52,22 @@ def started(path: Path, parallel: dict[str, int]) -> M3Backend:
     backend = M3Backend(settings(path, parallel), 1)
     backend.wait_started()
     return backend
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: None, model_path: Path) -> Iterator[M3Backend]:
+    backend = started(model_path, TP)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def backend(shared: M3Backend, model_path: Path) -> M3Backend:
+    """A replica of two tp ranks with the weights at `model_path`, whatever the test before did."""
+    if not shared.alive:
+        shared.restart(0)
+    shared.load(str(model_path), 0)
+    return shared
 
 
 def request(ordinal: int, index: int, max_tokens: int = 8) -> GenerationRequest:
@@ -82,10 +99,8 @@ def assert_same(found: dict[str, Generated], expected: dict[str, Generated]) -> 
         np.testing.assert_allclose(result.logprobs, expected[name].logprobs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("parallel", [TP, DP], ids=["tp2", "dp2"])
-def test_ranks_give_what_one_gives_also_for_calls_that_overlap(cluster, model_path, parallel):
-    backend = started(model_path, parallel)
-    backend.load(str(model_path), 0)
+def assert_generates_as_one_rank(backend: M3Backend, model_path: Path) -> None:
+    """Also for calls that overlap, and pauses amid them."""
     expected = of_one_rank(model_path, 0, REQUESTS)
     assert_same(backend.generate(REQUESTS, timeout_s=60).generated, expected)
     shares = [[r for r in REQUESTS if r.prompt_ordinal == p] for p in range(4)]
@@ -100,12 +115,20 @@ def test_ranks_give_what_one_gives_also_for_calls_that_overlap(cluster, model_pa
             found |= call.result(60).generated
     assert_same(found, expected)
     assert backend.health()[0].is_alive
+
+
+def test_tensor_parallel_ranks_give_what_one_gives(backend, model_path):
+    assert_generates_as_one_rank(backend, model_path)
+
+
+def test_ranks_of_two_groups_give_what_one_gives(cluster, model_path):
+    backend = started(model_path, DP)
+    backend.load(str(model_path), 0)
+    assert_generates_as_one_rank(backend, model_path)
     backend.close()
 
 
-def test_a_refused_request_and_an_abort_leave_the_ranks_in_step(cluster, model_path):
-    backend = started(model_path, TP)
-    backend.load(str(model_path), 0)
+def test_a_refused_request_and_an_abort_leave_the_ranks_in_step(backend, model_path):
     with pytest.raises(BackendError, match=r"refused a request: .*7\.0"):
         backend.generate([*REQUESTS, request(7, 0, max_tokens=10**6)], timeout_s=60)
     backend.pause("keep")
@@ -120,7 +143,6 @@ def test_a_refused_request_and_an_abort_leave_the_ranks_in_step(cluster, model_p
     assert_same(
         backend.generate(REQUESTS, timeout_s=60).generated, of_one_rank(model_path, 0, REQUESTS)
     )
-    backend.close()
 
 
 def pids(backend: M3Backend) -> list[int]:
@@ -128,9 +150,7 @@ def pids(backend: M3Backend) -> list[int]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_takes_its_replica_along_and_a_fresh_one_comes(cluster, model_path, rank):
-    backend = started(model_path, TP)
-    backend.load(str(model_path), 0)
+def test_a_rank_that_dies_takes_its_replica_along_and_a_fresh_one_comes(backend, model_path, rank):
     others = pids(backend)
     os.kill(others.pop(rank), signal.SIGKILL)
     outcome = backend.generate(REQUESTS, timeout_s=60)
@@ -141,17 +161,10 @@ def test_a_rank_that_dies_takes_its_replica_along_and_a_fresh_one_comes(cluster,
     assert not set(others) & set(pids(backend))
     backend.load(str(model_path), 0)
     assert not backend.generate(REQUESTS, timeout_s=60).lost
-    backend.close()
 
 
-@pytest.mark.parametrize("shadow", [False, True])
-def test_a_sync_reaches_every_rank_and_requests_go_on_with_the_new_weights(
-    cluster, model_path, shadow
-):
-    made = settings(model_path, TP)
-    made.engine["shadow_weights"] = shadow
-    backend = M3Backend(made, 1)
-    backend.wait_started()
+def assert_syncs_reach_every_rank(backend: M3Backend, model_path: Path) -> None:
+    """Requests go on with the new weights."""
     rank = Rank(torch.float32, 0, 1)
     sync = WeightSync(
         LocalSenders([rank]),
@@ -177,12 +190,32 @@ def test_a_sync_reaches_every_rank_and_requests_go_on_with_the_new_weights(
     (expected_scores,) = alone.prompt_logprobs([REQUESTS[0].prompt_ids])
     np.testing.assert_allclose(scores[0], expected_scores, rtol=0, atol=1e-5)
     sync.close()
+
+
+def test_a_sync_reaches_every_rank(backend, model_path):
+    assert_syncs_reach_every_rank(backend, model_path)
+
+
+def test_a_sync_reaches_the_shadow_of_every_rank(cluster, model_path):
+    made = settings(model_path, TP)
+    made.engine["shadow_weights"] = True
+    backend = M3Backend(made, 1)
+    backend.wait_started()
+    assert_syncs_reach_every_rank(backend, model_path)
     backend.close()
 
 
 @pytest.fixture(autouse=True)
 def _same_model(monkeypatch):
     monkeypatch.setattr("tests.m3rl.weight_sync.test_sync_engine.RAW", RAW)
+
+
+def test_the_port_where_ranks_will_meet_is_taken_before_they_start(cluster, model_path):
+    backend = M3Backend(settings(model_path, TP), 1)
+    meeting = backend._rendezvous.new_meeting()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((meeting.host, meeting.port))
+    backend.close()
 
 
 def test_ranks_that_cannot_split_the_model_say_why(cluster, model_path):

@@ -1,0 +1,243 @@
+"""A model sharded over trainer ranks by FSDP2, and what this rank owns of it.
+
+Units of FSDP are the embedding, each layer, its experts, its router and the head; what is left (the
+final norm) belongs to the root. They are gathered in the wire's dtype, and gradients are summed in
+FP32, undivided: a loss is already its share of a global mean. Routers stay FP32. Every rank holds
+the correction bias and owns a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from inference.kernels.tensor_hash import combine, tensor_hash, unit_of
+from m3rl.parallel.mesh import RankMesh
+from m3rl.types import TensorSlot
+from m3rl.weight_sync.layout import Bounds, extents, starts, whole
+from m3rl.weight_sync.trainer_layout import (
+    Part,
+    Place,
+    cut_dim,
+    held_parts,
+    held_region,
+    parameters_of,
+    part_of,
+)
+
+
+class Shards:
+    """This rank's part of a model.
+
+    Args:
+        tensors: the published ones, whole.
+        places: theirs in transformers' `MiniMaxM3VLForCausalLM`.
+    """
+
+    def __init__(
+        self, tensors: list[TensorSlot], places: Mapping[str, Place], mesh: RankMesh
+    ) -> None:
+        self.mesh = mesh
+        self.memory: dict[str, Tensor] = {}
+        """What this rank owns, by transformers' names in the order of its state dict."""
+        self._slots = {slot.name: slot for slot in tensors}
+        self._places = places
+        self._parameters = parameters_of(tensors, places)
+        self._parts = held_parts(tensors, places, mesh.split, mesh.rank)
+        self._replicated: dict[str, Tensor] = {}
+        """Buffers, by transformers' name."""
+
+    def build(self, make: Callable[[], Any]) -> Any:
+        """`make()`, a transformers model, of whose parameters there is no memory yet, with this
+        rank's experts alone."""
+        with init_empty_weights(include_buffers=False):
+            model = make()
+        for name, (shape, is_experts) in self._parameters.items():
+            if is_experts:
+                path, _, last = name.rpartition(".")
+                module = model.get_submodule(path)
+                stacked = getattr(module, last)
+                own = stacked.data[: shape[0] // self.mesh.split.ep]
+                setattr(module, last, nn.Parameter(own, stacked.requires_grad))
+        return model
+
+    def shard(self, root: Any, dtype: torch.dtype, methods: tuple[str, ...]) -> None:
+        """Shard `root`, the module that runs `root.model`, and give the parameters memory.
+
+        Args:
+            dtype: of the wire.
+            methods: of `root`, besides its forward, that run the model.
+        """
+        _fully_shard(root, self.mesh, dtype)
+        for method in methods:
+            register_fsdp_forward_method(root, method)
+        buffers = {name: buffer.clone() for name, buffer in root.named_buffers()}
+        root.to_empty(device=self.mesh.device)
+        for name, buffer in root.named_buffers():
+            buffer.copy_(buffers[name])
+        state: dict[str, Any] = root.model.state_dict()
+        for name, tensor in state.items():
+            if isinstance(tensor, DTensor):
+                sharded: Any = tensor.detach()
+                self.memory[name] = sharded.to_local()
+            else:
+                self._replicated[name] = tensor.detach()
+                self.memory[name] = _cut(tensor.detach(), self._region(name, self.mesh.rank))
+
+    def shape(self, param: str) -> tuple[int, ...]:
+        """Of all of a parameter or buffer, by transformers' name."""
+        return self._parameters[param][0]
+
+    @torch.no_grad()
+    def put(self, param: str, values: Tensor) -> None:
+        """Fill a parameter or buffer, transformers' name, from all of its values."""
+        if param in self._replicated:
+            self._replicated[param].copy_(values)
+        else:
+            self.memory[param].copy_(_cut(values, self._region(param, self.mesh.rank)))
+
+    @torch.no_grad()
+    def put_published(self, name: str, values: Tensor) -> None:
+        """Fill a published tensor from all of its values."""
+        place, part = self._places[name], self._parts.get(name)
+        if place.param in self._replicated:
+            self._replicated[place.param][place.index].copy_(values)
+        elif part is not None:
+            self.memory[place.param][part.place].copy_(_cut(values, part.bounds))
+
+    @property
+    def read_names(self) -> set[str]:
+        """Published tensors of which `put_published` takes something."""
+        return {n for n in self._slots if n in self._parts or self._param(n) in self._replicated}
+
+    def layout(self, tensors: list[TensorSlot]) -> list[TensorSlot]:
+        """`tensors`, which are whole, as far as this rank owns them."""
+        parts = self._parts
+        return [replace(s, bounds=parts[s.name].bounds) for s in tensors if s.name in parts]
+
+    def bounds(self, name: str) -> Bounds:
+        """What this rank owns of a published tensor."""
+        return self._parts[name].bounds
+
+    def view(self, name: str) -> Tensor:
+        """The memory of that."""
+        return self.memory[self._param(name)][self._parts[name].place]
+
+    def gathered(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """A published tensor, put together on rank 0; None on the others. All ranks call it.
+
+        It travels in `dtype`.
+        """
+        slot, rank = self._slots[name], self.mesh.rank
+        own = self.view(name).to(dtype) if name in self._parts else None
+        if rank != 0:
+            if own is not None:
+                dist.send(own.contiguous(), 0)
+            return None
+        if own is not None and self.bounds(name) == whole(slot.shape):
+            return own
+        out = torch.empty(slot.shape, dtype=dtype, device=self.mesh.device)
+        for owner, bounds in self._owners(name):
+            if owner == 0:
+                assert own is not None, "rank 0 owns what the layout says"
+                piece = own
+            else:
+                piece = torch.empty(extents(bounds), dtype=dtype, device=self.mesh.device)
+                dist.recv(piece, owner)
+            _cut(out, bounds).copy_(piece)
+        return out
+
+    def hash(self) -> int:
+        """`tensor_hash` of all published tensors, each mixed in units that fit its whole last
+        dimension. All ranks call it."""
+        total = combine(self._hashes())
+        signed = total - (1 << 64) if total >> 63 else total
+        return int(self.mesh.sum(torch.tensor(signed))) & ((1 << 64) - 1)
+
+    def _hashes(self) -> Iterator[int]:
+        for name, slot in self._slots.items():
+            if len(slot.shape) == 1:  # rows are columns here, and cut: together on rank 0
+                tensor = self.gathered(name, next(iter(self.memory.values())).dtype)
+                if tensor is not None:
+                    yield tensor_hash(tensor, name=name, unit=unit_of(tensor.dtype, slot.shape))
+            elif name in self._parts:
+                view = self.view(name)
+                yield tensor_hash(
+                    view,
+                    name=name,
+                    offsets=starts(self.bounds(name)),
+                    shape=slot.shape,
+                    unit=unit_of(view.dtype, slot.shape[-1:]),
+                )
+
+    def _owners(self, name: str) -> Iterator[tuple[int, Bounds]]:
+        """Ranks that own a part of a published tensor, ascending, and which."""
+        place = self._places[name]
+        for rank in range(self.mesh.size):
+            region = self._region(place.param, rank)
+            part: Part | None = None if region is None else part_of(region, place.index)
+            if part is not None:
+                yield rank, part.bounds
+
+    def _param(self, name: str) -> str:
+        return self._places[name].param
+
+    def _region(self, param: str, rank: int) -> Bounds | None:
+        shape, is_experts = self._parameters[param]
+        return held_region(shape, is_experts, self.mesh.split, rank)
+
+
+def _cut(tensor: Tensor, bounds: Bounds | None) -> Tensor:
+    """A rectangle of a tensor, in its memory; None: an empty one."""
+    if bounds is None:
+        return tensor[:0]
+    return tensor[tuple(slice(start, stop) for start, stop in bounds)]
+
+
+def _fully_shard(root: Any, mesh: RankMesh, dtype: torch.dtype) -> None:
+    is_narrow = dtype == torch.bfloat16
+    on_wire = MixedPrecisionPolicy(
+        param_dtype=dtype if is_narrow else None,
+        reduce_dtype=torch.float32 if is_narrow else None,
+        cast_forward_inputs=False,
+    )
+    as_masters = MixedPrecisionPolicy(cast_forward_inputs=False)
+    parts = mesh.expert_ranks.size()
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(cut_dim(parameter.shape[0], parameter.shape[1], parts))
+
+    options: dict[str, Any] = {"mesh": mesh.ranks, "mp_policy": on_wire}
+    model = root.model.model
+    fully_shard(model.embed_tokens, **options)
+    for layer in model.layers:
+        if hasattr(layer.mlp, "experts"):
+            fully_shard(layer.mlp.gate, mesh=mesh.ranks, mp_policy=as_masters)
+            fully_shard(
+                layer.mlp.experts,
+                mesh=mesh.expert_ranks,
+                mp_policy=on_wire,
+                shard_placement_fn=placement,
+            )
+        fully_shard(layer, **options)
+    fully_shard(root.model.lm_head, **options)
+    # After a forward pass without gradients too: what stays gathered would outlive an update.
+    fully_shard(root, reshard_after_forward=True, **options)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    model.embed_tokens.set_unshard_in_backward(False)

@@ -1,0 +1,262 @@
+"""The weights of a policy: FP32 masters by published name, all of them here or this rank's part.
+
+They are read, made, exported, sent and hashed; what computes with them is `policy.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig
+
+from inference.config import ModelConfig
+from inference.kernels.tensor_hash import combine, tensor_hash, unit_of
+from inference.models.weights import CheckpointError as RuntimeCheckpointError
+from inference.models.weights import (
+    published_tensors,
+    read_checkpoint,
+    transformers_placement,
+    write_checkpoint,
+)
+from m3rl.checkpoint import CheckpointError
+from m3rl.parallel.mesh import RankMesh
+from m3rl.parallel.shards import Shards
+from m3rl.policy_layers import ATTENTION, install, install_head
+from m3rl.types import TensorSlot
+from m3rl.weight_sync.layout import Bounds, starts, whole
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+"""float64 is for tests: its masters, and all arithmetic, are FP64 too."""
+MAX_SHARD_BYTES = 5 << 30
+
+
+class PolicyWeights(nn.Module):
+    """transformers' model in `self.model`, NaN until `load` or `init_random`.
+
+    Args:
+        dtype: of `DTYPES`: what the wire carries.
+        mesh: the ranks that share the model; all call what says so at the same time. None: all of
+            it is here, on the CPU at first.
+        runs_model: methods, besides `forward`, that compute with the model.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: str, mesh: RankMesh | None, runs_model: tuple[str, ...]
+    ) -> None:
+        super().__init__()
+        if dtype not in DTYPES:
+            raise ValueError(f"policy.dtype={dtype!r} is unknown; use one of {list(DTYPES)}")
+        self.config = config
+        self.dtype_name = dtype
+        self.dtype = DTYPES[dtype]
+        self._master_dtype = torch.promote_types(self.dtype, torch.float32)
+        self.mesh = mesh
+        self._specs = {spec.name: spec for spec in published_tensors(config)}
+        self._placement = transformers_placement(config)
+        self._fp32 = {self._placement[s.name].param for s in self._specs.values() if s.is_fp32}
+        self._shards: Shards | None = None
+        self.model: Any
+        if mesh is None:
+            self.model = self._build()
+        else:
+            self._shards = Shards(self._whole(), self._placement, mesh)
+            self.model = self._shards.build(self._build)
+            self._shards.shard(self, self.dtype, methods=runs_model)
+        with torch.no_grad():
+            for tensor in self._masters().values():
+                tensor.fill_(torch.nan)
+
+    def _build(self) -> Any:
+        with torch.random.fork_rng():
+            model = _transformers_model(self.config).to(self._master_dtype)
+        frozen = {
+            self._placement[name].param for name, s in self._specs.items() if s.role == "index"
+        }
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        install(model)
+        install_head(model.lm_head)
+        return model
+
+    @torch.no_grad()
+    def load(self, path: str | Path) -> None:
+        """Read all weights from a published checkpoint into the FP32 masters.
+
+        Raises:
+            CheckpointError: see `inference.models.weights.read_checkpoint`; or a weight is not
+                finite.
+        """
+        only = None if self._shards is None else self._shards.read_names
+        try:
+            for name, tensor in read_checkpoint(path, self.config, only=only):
+                if not torch.isfinite(tensor).all():
+                    raise CheckpointError(f"{path}: {name} holds values that are not finite")
+                if self._shards is not None:
+                    self._shards.put_published(name, tensor)
+                else:
+                    self._master(name).copy_(tensor)
+        except RuntimeCheckpointError as error:
+            raise CheckpointError(str(error)) from error
+
+    def save(self, path: str | Path, dtype: str) -> None:
+        """Write all weights into a directory without any, under published names (see `export`);
+        rank 0 writes.
+
+        Raises:
+            CheckpointError: there are weights already, or a file cannot be written.
+        """
+        tensors = self.export(dtype)
+        try:
+            if self.mesh is None or self.mesh.rank == 0:
+                write_checkpoint(path, tensors, max_shard_bytes=MAX_SHARD_BYTES)
+        except RuntimeCheckpointError as error:
+            raise CheckpointError(str(error)) from error
+        finally:
+            for _ in tensors:  # the other ranks send what they own, whatever becomes of it here
+                pass
+
+    @torch.no_grad()
+    def init_random(self, seed: int, *, std: float, embedding_std: float, bias_std: float) -> None:
+        """Fresh weights, a function of `seed`: normal, norms 0 (they act as 1 + w).
+
+        Args:
+            std: of all matrices but the embedding.
+            bias_std: of the router's correction bias.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, tensor in self._masters().items():
+            shape = tensor.shape if self._shards is None else self._shards.shape(name)
+            scale = std
+            if "norm" in name:
+                scale = 0.0
+            elif "embed_tokens" in name:
+                scale = embedding_std
+            elif "e_score_correction_bias" in name:
+                scale = bias_std
+            fresh = torch.randn(shape, generator=generator) * scale if scale else torch.zeros(shape)
+            if self._shards is None:
+                tensor.copy_(fresh)
+            else:
+                self._shards.put(name, fresh)
+
+    def _master(self, name: str) -> Tensor:
+        """The FP32 memory of this rank's part of a published tensor."""
+        if self._shards is not None:
+            return self._shards.view(name)
+        place = self._placement[name]
+        whole: Tensor = attrgetter(place.param)(self.model).detach()
+        return whole[place.index]
+
+    def _masters(self) -> dict[str, Tensor]:
+        """All weights of this rank, buffers included, by transformers' names, sharing the model's
+        memory."""
+        if self._shards is not None:
+            return self._shards.memory
+        masters: dict[str, Tensor] = self.model.state_dict()
+        return masters
+
+    def layout(self) -> list[TensorSlot]:
+        """What this rank holds of every published tensor, with the dtype it has on the wire; ranks
+        together hold each element once."""
+        slots = self._whole()
+        return slots if self._shards is None else self._shards.layout(slots)
+
+    def _whole(self) -> list[TensorSlot]:
+        return [
+            TensorSlot(
+                name=spec.name,
+                dtype="float32" if spec.is_fp32 else self.dtype_name,
+                shape=spec.shape,
+                bounds=tuple((0, size) for size in spec.shape),
+                bucket=spec.bucket,
+            )
+            for spec in self._specs.values()
+        ]
+
+    @property
+    def wire_stays(self) -> bool:
+        """Whether each `wire_view` is the masters' own memory; updates and loads do not move it."""
+        return self.dtype != torch.bfloat16
+
+    @torch.no_grad()
+    def wire_view(self, name: str, bounds: Bounds | None = None) -> Tensor:
+        """What this rank holds of a published tensor, or a rectangle of it, in its wire dtype: the
+        masters' own memory where they have that dtype, else rounded."""
+        if name not in self._specs:
+            raise KeyError(f"{name} is no published tensor of this model")
+        view = self._master(name)
+        if bounds is not None:
+            held = starts(whole(view.shape) if self._shards is None else self._shards.bounds(name))
+            view = view[tuple(slice(a - h, z - h) for (a, z), h in zip(bounds, held, strict=True))]
+        return view.to(torch.float32 if self._specs[name].is_fp32 else self.dtype)
+
+    @torch.no_grad()
+    def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every published tensor once, in the order of the forward pass; all ranks call it, and on
+        all but rank 0 it gives none.
+
+        Args:
+            dtype: 'float32' gives the masters themselves; None gives wire dtypes.
+        """
+        rounded = self.dtype if dtype is None else DTYPES[dtype]
+        for name, spec in self._specs.items():
+            chosen = self._master_dtype if spec.is_fp32 else rounded
+            if self._shards is None:
+                yield name, self._master(name).to(chosen)
+            elif (tensor := self._shards.gathered(name, chosen)) is not None:
+                yield name, tensor
+
+    @torch.no_grad()
+    def wire_state(self) -> dict[str, Tensor]:
+        """Copies of all weights in wire dtype by transformers' names."""
+        return {
+            name: tensor.to(torch.float32 if name in self._fp32 else self.dtype, copy=True)
+            for name, tensor in self._masters().items()
+        }
+
+    @torch.no_grad()
+    def changed_frac(self, before: dict[str, Tensor]) -> float:
+        """Share of all weights whose wire value differs from that in `before`, a `wire_state`; all
+        ranks call it."""
+        counts = torch.zeros(2, dtype=torch.int64)
+        for name, tensor in self._masters().items():
+            counts[0] += (tensor.to(before[name].dtype) != before[name]).sum().cpu()
+            counts[1] += tensor.numel()
+        changed, total = counts if self.mesh is None else self.mesh.sum(counts)
+        return int(changed) / int(total)
+
+    def correction_bias_abs_max(self) -> float:
+        """Largest absolute value in any layer's router correction bias."""
+        biases = [
+            float(buffer.abs().max())
+            for name, buffer in self.named_buffers()
+            if name.endswith("e_score_correction_bias")
+        ]
+        return max(biases, default=0.0)
+
+    def master_hash(self) -> str:
+        """64 bits over the bits of all FP32 masters and the correction bias, as 16 hex digits; all
+        ranks call it.
+
+        That of a weight sync which carries FP32 and cuts no tensor's columns.
+        """
+        if self._shards is not None:
+            return f"{self._shards.hash():016x}"
+        return f"{combine(_hash(*one) for one in self.export('float32')):016x}"
+
+
+def _transformers_model(config: ModelConfig) -> Any:
+    # transformers never trains the embedding of its pad token, which is often the end token; and
+    # packed samples need none.
+    text_config = MiniMaxM3VLTextConfig(**config.to_transformers() | {"pad_token_id": None})
+    text_config._attn_implementation = ATTENTION
+    return MiniMaxM3VLForCausalLM(text_config)
+
+
+def _hash(name: str, tensor: Tensor) -> int:
+    return tensor_hash(tensor, name=name, unit=unit_of(tensor.dtype, tensor.shape[-1:]))

@@ -1,0 +1,62 @@
+"""Where processes meet: a store that listens before anybody is told of it.
+
+A port that is only found free can be lost again before whoever was told of it listens there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What a member needs to know; travels to each of them."""
+
+    host: str
+    port: int
+    key: str
+    """Prefix in the store, of this meeting alone."""
+    timeout_s: float
+    """Longest wait for the other members."""
+
+    def store(self) -> Store:
+        """The meeting's own part of the store, of which every member is a client.
+
+        Raises:
+            RuntimeError: nobody listens.
+        """
+        timeout = timedelta(seconds=self.timeout_s)
+        return PrefixStore(self.key, TCPStore(self.host, self.port, None, False, timeout))
+
+
+class Rendezvous:
+    """The driver's store where groups meet; it outlives all their members."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        """Listen on a free port of `host`, an address of this machine that members can reach."""
+        self.host = host
+        # A socket of the address's own family: behind the dual-stack one that TCPStore opens, IPv4
+        # peers look like ::ffff:1.2.3.4, and it asks the name server about each of them.
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, 0), family=family, backlog=128)
+        self.port = int(listener.getsockname()[1])
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count()
+        self._store = TCPStore(
+            host,
+            self.port,
+            None,
+            True,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def new_meeting(self) -> Meeting:
+        """Apart from all others, so that nobody finds what members of an earlier one have left."""
+        return Meeting(self.host, self.port, f"meeting {next(self._numbers)}", self._timeout_s)

@@ -14,10 +14,10 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from m3rl.errors import M3rlError
 from m3rl.rank_settings import RankSettings
+from m3rl.rendezvous import Rendezvous
 from m3rl.rollout.placement import cause_of, future_of, node_address, put, worker_options
 from m3rl.sync_transport import gpu_of
 from m3rl.weight_sync.send import Sender
-from m3rl.weight_sync.transport import Rendezvous
 
 if TYPE_CHECKING:
     from m3rl.train_rank import TrainRank

@@ -118,8 +118,8 @@ class Optimizer:
         settings = self._settings
         for decays, run in self._runs():
             grads = [grad for _, grad in run]
-            if scale < 1:
-                torch._foreach_mul_(grads, scale)
+            # AdamW divides by it as it reads them.
+            divisor = torch.full((), 1 / scale, device=grads[0].device) if scale < 1 else None
             kept = [self._moments(trained) for trained, _ in run]
             here = [m.to(grads[0].device, non_blocking=True) for pair in kept for m in pair]
             adamw(
@@ -130,6 +130,7 @@ class Optimizer:
                 [],
                 [trained.step for trained, _ in run],
                 fused=True,
+                grad_scale=divisor,
                 amsgrad=False,
                 beta1=settings.betas[0],
                 beta2=settings.betas[1],

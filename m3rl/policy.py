@@ -25,7 +25,8 @@ from inference.config import ModelConfig
 from inference.kernels.packing import Packing
 from m3rl.grpo.logprob import greedy_hits, token_logprobs
 from m3rl.grpo.micro import token_ranges
-from m3rl.grpo.replay import ChoiceStats, Record
+from m3rl.grpo.replay import ChoiceObserver, Record
+from m3rl.index_alignment import IndexLoss
 from m3rl.parallel.exchange import gather_rows
 from m3rl.parallel.mesh import RankMesh
 from m3rl.policy_layers import ForwardPass, cos_sin
@@ -37,15 +38,16 @@ NO_RECORD = Record()
 class Policy(PolicyWeights):
     """A MiniMax-M3 language model, trained in place, exported and hashed by published name.
 
-    The index branch is frozen: it only chooses blocks and gets no gradient. All weights are NaN
-    until `load` or `init_random`.
+    The index branch is frozen, unless `trains_index`: it only chooses blocks, and a choice has no
+    gradient. All weights are NaN until `load` or `init_random`.
 
     Args:
         dtype: of `DTYPES`: what the forward pass computes with and the wire carries.
         replay_routing: take the experts of a record, where one is given.
         replay_blocks: take its key blocks.
-        activation_checkpointing: keep only the inputs of decoder layers for the backward pass, and
-            their choices, and compute the layers again there.
+        activation_checkpointing: keep only the inputs of all decoder layers but the last for the
+            backward pass, and their choices, and compute the layers again there.
+        trains_index: the index branch is trained, by an `IndexLoss` of each forward pass.
         mesh: share the model with these ranks, all of which then call what says so here, and its
             forward, at the same time; None: this process holds all of it, on the CPU at first.
     """
@@ -58,13 +60,16 @@ class Policy(PolicyWeights):
         replay_routing: bool = False,
         replay_blocks: bool = False,
         activation_checkpointing: bool = False,
+        trains_index: bool = False,
         mesh: RankMesh | None = None,
     ) -> None:
         if config.swiglu_beta != 1.0:
             raise ValueError(
                 f"swiglu_beta={config.swiglu_beta} cannot be trained: transformers knows only 1.0"
             )
-        super().__init__(config, dtype, mesh, runs_model=("greedy_hits",))
+        super().__init__(
+            config, dtype, mesh, runs_model=("greedy_hits",), trains_index=trains_index
+        )
         self.replay_routing = replay_routing
         self.replay_blocks = replay_blocks
         self.activation_checkpointing = activation_checkpointing
@@ -84,7 +89,8 @@ class Policy(PolicyWeights):
         packing: Packing,
         *,
         record: Record = NO_RECORD,
-        stats: ChoiceStats | None = None,
+        stats: ChoiceObserver | None = None,
+        index_loss: IndexLoss | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [Q, C] in the policy's dtype.
 
@@ -94,7 +100,8 @@ class Policy(PolicyWeights):
         Args:
             ids_T: [T] int64.
             record: choices recorded of these tokens; a kind that is not replayed is only compared.
-            stats: counts the choices.
+            stats: is told the choices.
+            index_loss: of this forward pass; see `forward`.
 
         Raises:
             ValueError: ids of another number than `packing` has tokens; a sample beyond
@@ -117,13 +124,16 @@ class Policy(PolicyWeights):
             replays_experts=self.replay_routing,
             replays_blocks=self.replay_blocks,
             stats=stats,
+            index_loss=index_loss,
             mesh=self.mesh,
         )
         # Rounding the rows that are looked up is rounding the table.
         x_TC: Tensor = model.embed_tokens(ids_T[queries]).to(self.dtype)
         for index, layer in enumerate(model.layers):
             compute: Callable[..., Tensor] = partial(self._on_wire, layer, f"model.layers.{index}")
-            if self.activation_checkpointing and torch.is_grad_enabled():
+            # The last layer would be computed again as soon as it is.
+            is_last = index + 1 == len(model.layers)
+            if self.activation_checkpointing and torch.is_grad_enabled() and not is_last:
                 compute = partial(
                     checkpoint, compute, use_reentrant=False, preserve_rng_state=False
                 )
@@ -156,13 +166,15 @@ class Policy(PolicyWeights):
         *,
         temperature: float,
         record: Record = NO_RECORD,
-        stats: ChoiceStats | None = None,
+        stats: ChoiceObserver | None = None,
+        index_loss: IndexLoss | None = None,
         entropy_grad: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability of tokens given those before them in their sample, and the entropy there.
 
         Args:
             targets_M: [M] int64, ascending places of the tokens among all T; none begins a sample.
+            index_loss: its gradients join those of a backward pass from what is returned.
             entropy_grad: the entropy has a gradient too.
 
         Returns:
@@ -170,7 +182,9 @@ class Policy(PolicyWeights):
             all of it: the loss is what they compute from it, summed.
         """
         own_M, counts = self._own_targets(packing, targets_M)
-        hidden_QC = self.hidden_states(ids_T, packing, record=record, stats=stats)
+        hidden_QC = self.hidden_states(
+            ids_T, packing, record=record, stats=stats, index_loss=index_loss
+        )
         logprobs_M, entropy_M = self.model.lm_head(
             partial(token_logprobs, temperature=temperature, entropy_grad=entropy_grad),
             hidden_QC.index_select(0, own_M - 1 - packing.first),

@@ -32,7 +32,7 @@ class RankGroup:
     Args:
         device: 'cuda' takes the GPU that the process sees, or of several that of its rank.
         init_method: where the ranks meet, 'tcp://host:port' of a `TCPStore` that listens already
-            and outlives them (`weight_sync.transport.Rendezvous`); unused by one rank.
+            and outlives them (`m3rl.rendezvous.Rendezvous`); unused by one rank.
         timeout_s: how long a collective waits for the other ranks.
         ep, cp: ranks that split the experts, and the tokens of a packed row.
 

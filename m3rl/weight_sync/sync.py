@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from m3rl.errors import M3rlError
+from m3rl.rendezvous import Rendezvous
 from m3rl.types import RemoteReceiver, SenderGroup
 from m3rl.weight_sync.delta_driver import Deltas, Offer
 from m3rl.weight_sync.driver import Driver
@@ -32,7 +33,7 @@ from m3rl.weight_sync.plan import Plan, check_plan, make_plan
 from m3rl.weight_sync.probe import Probe, ProbeError
 from m3rl.weight_sync.replica import Replica
 from m3rl.weight_sync.report import SyncEvent, SyncReport
-from m3rl.weight_sync.transport import GroupSpec, Rendezvous, in_background
+from m3rl.weight_sync.transport import GroupSpec, in_background
 
 logger = logging.getLogger(__name__)
 

@@ -86,28 +86,6 @@ def worker_name(replica: int, worker: int) -> str:
     return f"replica {replica} worker {worker}"
 
 
-class Rendezvous:
-    """The driver's store where groups meet; it outlives every trainer rank and every replica."""
-
-    def __init__(self, host: str, timeout_s: float) -> None:
-        """Listen on a free port of `host`, an address of this machine that members can reach."""
-        self.host = host
-        # A socket of the address's own family: behind the dual-stack one that TCPStore opens, IPv4
-        # peers look like ::ffff:1.2.3.4, and it asks the name server about each of them.
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, 0), family=family, backlog=128)
-        self.port = int(listener.getsockname()[1])
-        self._store = TCPStore(
-            host,
-            self.port,
-            None,
-            True,
-            timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-
 class Deadline:
     """A moment in the future that several waits share."""
 

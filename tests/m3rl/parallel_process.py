@@ -2,10 +2,11 @@
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from m3rl.checkpoint import CheckpointError
+from m3rl.rendezvous import Rendezvous
 from m3rl.train_rank import TrainRank
-from m3rl.weight_sync.transport import Rendezvous
 from tests.forked import PROCESSES
 from tests.m3rl.rank_cases import gradients, random_batch
 
@@ -36,14 +37,18 @@ def learn(rank_id, num_ranks, meet_at, model, settings):
         rank.load_initial(model)
         told = {"logprobs": rank.logprobs(batch_of(BATCH)), "gradients": {}}
         for name, grad in gradients(rank, batch_of(BATCH)).items():
-            told["gradients"][name] = grad.full_tensor().numpy()
+            told["gradients"][name] = whole_on_host(grad)
         told["metrics"] = rank.update(batch_of(BATCH))
-        told["weights"] = {n: t.numpy().copy() for n, t in rank.policy.export("float64")}
+        told["weights"] = {n: t.cpu().numpy().copy() for n, t in rank.policy.export("float64")}
         told["layout"] = rank.policy.layout()
         if settings.dtype != "float64":
             told["hash"] = rank.master_hash()
             told["views"] = {
-                slot.name: rank.policy.wire_view(slot.name, slot.bounds).float().numpy().copy()
+                slot.name: rank.policy.wire_view(slot.name, slot.bounds)
+                .float()
+                .cpu()
+                .numpy()
+                .copy()
                 for slot in told["layout"]
             }
         return told
@@ -77,6 +82,12 @@ def resume(rank_id, num_ranks, meet_at, model, settings, folder, other_settings)
         return told
     finally:
         rank.close()
+
+
+def whole_on_host(grad):
+    """A gradient, its parts on all ranks put together where it has parts."""
+    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return whole.cpu().numpy()
 
 
 def joined(told, ep):

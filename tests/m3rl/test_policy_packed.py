@@ -116,7 +116,7 @@ def test_layers_computed_again_keep_less_for_the_backward_pass(checkpoint):
     whole, again = (
         saved_bytes(make(checkpoint, activation_checkpointing=flag)) for flag in (False, True)
     )
-    assert again < whole / 8
+    assert again < whole / 3  # what the last of four layers keeps, and inputs
 
 
 def test_layers_computed_again_neither_choose_nor_count_again(checkpoint, monkeypatch):

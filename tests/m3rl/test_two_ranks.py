@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from m3rl.weight_sync.transport import Rendezvous
+from m3rl.rendezvous import Rendezvous
 from tests.forked import PROCESSES
 from tests.m3rl.rank_cases import CONFIG, distance, gradients, start
 from tests.m3rl.rank_process import ROWS, TWO_RANKS, play_rank, two_rank_batches

@@ -24,6 +24,7 @@ OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 3.00 GiB"
 @pytest.fixture(autouse=True)
 def _store_without_sockets(monkeypatch):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
 
 
 def full_memory(*args, **options):

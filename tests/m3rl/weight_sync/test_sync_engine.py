@@ -36,6 +36,7 @@ BIAS = "model.layers.1.block_sparse_moe.e_score_correction_bias"
 @pytest.fixture(autouse=True)
 def _store_without_sockets(monkeypatch):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
 
 
 class Rank:

@@ -29,6 +29,7 @@ NUM_BYTES = 2 * (11 * 6 + 8 * 6 + 6 + 4 * 5 * 6 + 11 * 6) + 4 * (4 * 6 + 4)
 @pytest.fixture(autouse=True)
 def _store_without_sockets(monkeypatch):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
 
 
 def phases(sync, replica: int = 0) -> list[str]:

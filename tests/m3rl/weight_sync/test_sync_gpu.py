@@ -14,10 +14,11 @@ from benchmarks.kernels.harness import Bench
 from benchmarks.remote import RemoteProcess
 from benchmarks.sync_sides import ReplicaSide
 from benchmarks.weight_sync import Pair, Worker
+from m3rl.rendezvous import Rendezvous
 from m3rl.weight_sync import replica
 from m3rl.weight_sync.errors import SyncError
 from m3rl.weight_sync.messages import Limits
-from m3rl.weight_sync.transport import Deadline, GroupSpec, Rendezvous, Transfer, Transport
+from m3rl.weight_sync.transport import Deadline, GroupSpec, Transfer, Transport
 
 pytestmark = [
     pytest.mark.gpu,

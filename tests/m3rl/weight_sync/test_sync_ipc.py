@@ -14,19 +14,13 @@ import torch
 from torch.distributed import HashStore
 
 from benchmarks.remote import RemoteProcess
+from m3rl.rendezvous import Rendezvous
 from m3rl.weight_sync import ipc, ipc_links
 from m3rl.weight_sync import transport as transport_module
 from m3rl.weight_sync.errors import SyncError, TransportError
 from m3rl.weight_sync.ipc import IpcTransport
 from m3rl.weight_sync.ipc_memory import CudaMemory
-from m3rl.weight_sync.transport import (
-    Deadline,
-    GroupSpec,
-    Rendezvous,
-    Transfer,
-    Transport,
-    here_key,
-)
+from m3rl.weight_sync.transport import Deadline, GroupSpec, Transfer, Transport, here_key
 from tests.m3rl.weight_sync import sync_fakes
 from tests.m3rl.weight_sync.ipc_fakes import HostMemory, IpcRank, IpcReplica
 from tests.m3rl.weight_sync.joining import TAKEN, GivingEngine, phases
@@ -108,6 +102,7 @@ def test_every_worker_holds_the_trainers_bits_after_each_sync(
     num_ranks, num_workers, chunk_bytes, lag, monkeypatch
 ):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
     monkeypatch.setattr(HostMemory, "lag", lag)
     engines = [FakeEngine(layout(w, num_workers)) for w in range(num_workers)]
     ranks = [TrainerRank(r, num_ranks) for r in range(num_ranks)]
@@ -124,6 +119,7 @@ def test_every_worker_holds_the_trainers_bits_after_each_sync(
 @pytest.mark.parametrize("chunk_bytes", [2000, 1 << 20])
 def test_workers_of_a_node_pass_on_what_they_hold_in_common(engine, chunk_bytes, monkeypatch):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
     for name, (dtype, shape, bucket) in sync_fakes.TENSORS.items():
         larger = (8 * shape[0], *(8 * size for size in shape[1:]))
         monkeypatch.setitem(sync_fakes.TENSORS, name, (dtype, larger, bucket))
@@ -141,6 +137,7 @@ def test_workers_of_a_node_pass_on_what_they_hold_in_common(engine, chunk_bytes,
 
 def test_a_late_replica_takes_the_weights_from_its_peer(monkeypatch):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
     engines = {r: [GivingEngine(layout(w, 2)) for w in range(2)] for r in range(2)}
     sync, senders, _ = local_sync(engines, connect=False, chunk_bytes=64, backend="ipc")
     sync.connect(0)
@@ -255,6 +252,7 @@ def test_a_wait_ends_when_another_thread_leaves_the_group(pair):
 
 def test_a_trainer_rank_that_stalls_is_named_at_the_deadline(monkeypatch):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
     ranks = [TrainerRank(r, 2) for r in range(2)]
     engine = FakeEngine(layout())
     sync, _, _ = local_sync({0: [engine]}, ranks, timeout_s=0.5, backend="ipc")
@@ -296,6 +294,7 @@ def test_weights_on_the_cpu_cannot_be_mapped(monkeypatch):
 
 def test_a_member_that_does_not_come_is_named(monkeypatch):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
     rendezvous = Rendezvous("127.0.0.1", 5.0)
     group = dataclasses.replace(spec(timeout_s=0.3), port=rendezvous.port)
     with pytest.raises(TransportError, match=r"within 0\.3 s; not there: replica 3 worker 0"):

@@ -61,6 +61,7 @@ def local_driver(
 @pytest.fixture
 def _store_without_sockets(monkeypatch):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
 
 
 def newcomer(engines: dict[int, FakeEngine], number: int, **options) -> LocalWorker:

@@ -195,6 +195,7 @@ class StackedRank(TrainerRank):
 @pytest.mark.parametrize(("num_ranks", "num_workers"), [(1, 1), (2, 2), (1, 3)])
 def test_stacked_tensors_travel_joined_and_arrive(monkeypatch, num_ranks, num_workers, chunk_bytes):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
     posted = []
     post = Transport.post
 

@@ -84,6 +84,7 @@ class FakeGroup:
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
     FakeGroup.mail = collections.defaultdict(collections.deque)
 
     def meet(spec, rank, store, device):
@@ -223,6 +224,7 @@ def test_a_trainer_rank_that_is_stuck_learns_at_once_when_the_driver_gives_up():
 def test_weights_on_the_cpu_cannot_travel_over_nccl(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
     transport_module.Rendezvous("127.0.0.1", 5.0)
     port = next(reversed(sync_stores()))
     with pytest.raises(TransportError, match="trainer rank 0 keeps its weights on cpu, NCCL moves"):

@@ -19,6 +19,7 @@ WRONG = r"differ from the trainer's by 0\.5 on average; weight_sync\.probe\.max_
 @pytest.fixture(autouse=True)
 def _store_without_sockets(monkeypatch):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
 
 
 class Pool:

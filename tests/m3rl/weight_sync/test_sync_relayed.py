@@ -36,6 +36,7 @@ NODES = ["a", "a", "b", "b"]
 @pytest.fixture(autouse=True)
 def _larger_model_without_sockets(monkeypatch):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
     for name, (dtype, shape, bucket) in TENSORS.items():
         larger = (8 * shape[0], *(8 * size for size in shape[1:]))
         monkeypatch.setitem(sync_fakes.TENSORS, name, (dtype, larger, bucket))

@@ -32,6 +32,7 @@ from tests.m3rl.weight_sync.sync_fakes import (
 @pytest.fixture(autouse=True)
 def _store_without_sockets(monkeypatch):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
 
 
 def columns(rank: int, world: int) -> list[TensorSlot]:

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from m3rl.rendezvous import Rendezvous
 from m3rl.weight_sync import errors
 from m3rl.weight_sync import transport as transport_module
 from m3rl.weight_sync.errors import TransportError
 from m3rl.weight_sync.transport import (
     Deadline,
     GroupSpec,
-    Rendezvous,
     Transfer,
     Transport,
     in_background,
@@ -134,6 +134,7 @@ def test_leaving_with_transfers_under_way_closes_the_connection():
 
 def test_a_member_that_does_not_come_is_named(monkeypatch):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
     rendezvous = Rendezvous("127.0.0.1", 20.0)
     with pytest.raises(
         TransportError,

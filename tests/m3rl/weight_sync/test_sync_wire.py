@@ -26,6 +26,7 @@ from tests.tiny_models import model_config, random_tensors
 @pytest.fixture(autouse=True)
 def _store_without_sockets(monkeypatch):
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
+    monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
     monkeypatch.setattr(synced, "RAW", MXFP8_RAW)
 
 

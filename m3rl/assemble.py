@@ -8,8 +8,10 @@ from typing import Any
 
 from m3rl.completion_metrics import eval_metrics
 from m3rl.config import Config
+from m3rl.config_policy import lora_settings
 from m3rl.data import Data
 from m3rl.grpo.loss import LossSettings
+from m3rl.index_alignment import IndexLossSettings
 from m3rl.rank_settings import OptimizerSettings, RankSettings
 from m3rl.rollout.chat import ChatFormat
 from m3rl.rollout.collect import EVALUATION, Collector
@@ -54,6 +56,9 @@ def rank_settings(config: Config) -> RankSettings:
         replay_routing=config.policy.replay_routing,
         replay_blocks=config.policy.replay_blocks,
         activation_checkpointing=config.policy.activation_checkpointing,
+        lora=lora_settings(config),
+        index_loss=IndexLossSettings(config.policy.index_loss.coef, config.policy.index_loss.level),
+        index_drift_every=config.policy.index_drift_every,
         micro_batch_tokens=config.policy.micro_batch_tokens,
         ep=config.train.parallel.ep,
         cp=config.train.parallel.cp,

@@ -37,8 +37,9 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 STATE = "state.json"
 LATEST = "latest"
+MODEL_CONFIG = "config.json"
 MODEL_FILES = (
-    "config.json",
+    MODEL_CONFIG,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -49,7 +50,7 @@ MODEL_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What may lie beside the weights and belongs to the model; copied into every checkpoint."""
+"""What may lie beside the weights and belongs to the model; written into every checkpoint."""
 MIN_FREE_BYTES = 1 << 20
 """With less left, a failure to write is put down to the full disk."""
 _TEMPORARY = ".writing_"
@@ -171,8 +172,9 @@ def find_fault(path: Path, *, with_hashes: bool = True) -> str | None:
         return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError):
         return f"{MANIFEST} is not a manifest"
-    if STATE not in files:
-        return f"{MANIFEST} does not list {STATE}"
+    for name in (STATE, MODEL_CONFIG):
+        if name not in files:
+            return f"{MANIFEST} does not list {name}"
     for name, expected in files.items():
         file = path / name
         if not file.is_file():
@@ -223,6 +225,11 @@ def find_foreign(path: Path) -> str | None:
         if entry.name not in MODEL_FILES and ".safetensors" not in entry.suffixes:
             return entry.name
     return None
+
+
+def read_model_files(path: Path) -> dict[str, bytes]:
+    """Contents, by name, of those `MODEL_FILES` that lie in `path`."""
+    return {name: (path / name).read_bytes() for name in MODEL_FILES if (path / name).exists()}
 
 
 def _set_aside(folder: Path, faulty: list[Path], chosen: Path) -> None:

@@ -96,7 +96,7 @@ def weight_problems(path: Path, num_parameters: int, *, allow_mxfp8: bool = Fals
                 return [
                     f"{path / name}: {tensor} is {entry['dtype']}; the trainer reads "
                     f"{', '.join(READABLE_DTYPES)}: use the BF16 checkpoint (MXFP8 is for "
-                    "`m3rl rollout` and `m3rl eval`)"
+                    "policy.lora, `m3rl rollout` and `m3rl eval`)"
                 ]
     if not problems and text_parameters != num_parameters:
         problems.append(

@@ -25,6 +25,14 @@ logger = logging.getLogger(__name__)
 
 TERMINATED = 128 + signal.SIGTERM
 
+
+class _Ending:
+    """How a run was told to end; an exception cannot say so: inside of ray.wait Ray turns every
+    SystemExit into one of code 1."""
+
+    is_terminated = False
+
+
 EXIT_CODES = (
     "exit codes: 0 done; 1 failed; 2 the configuration cannot work; 130 interrupted (Ctrl-C); "
     "143 terminated (SIGTERM)"
@@ -70,13 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {cause}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # clean-up has happened on the way up
-        print("interrupted", file=sys.stderr)
-        return 130
-    except SystemExit as ended:
-        if ended.code != TERMINATED:
-            raise
-        print("terminated", file=sys.stderr)
-        return TERMINATED
+        print("terminated" if _Ending.is_terminated else "interrupted", file=sys.stderr)
+        return TERMINATED if _Ending.is_terminated else 130
     return code
 
 
@@ -141,6 +144,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for notice in plan.notices:
         logger.warning("%s", notice)
     # a scheduler's SIGTERM cleans up like Ctrl-C does
+    _Ending.is_terminated = False
     signal.signal(signal.SIGTERM, _terminate)
     module, _, function = RUNS[arguments.command][0].partition(":")
     with _interrupts_held():
@@ -163,7 +167,8 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _terminate(*_: object) -> None:
-    sys.exit(TERMINATED)
+    _Ending.is_terminated = True
+    raise KeyboardInterrupt
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from m3rl.config_grpo_checks import grpo_conflicts, idle_grpo_keys
+from m3rl.config_policy import lora_conflicts
 
 if TYPE_CHECKING:
     from m3rl.config import Config
@@ -48,7 +49,7 @@ def _idle(config: Config) -> Iterator[tuple[str, bool, str]]:
     )
     yield (
         "weight_sync.delta",
-        sync.delta and config.policy.dtype == "float32",
+        sync.delta and config.policy.dtype == "float32" and config.policy.lora is None,
         "with policy.dtype: float32 every weight changes in a step, so all are sent each time; set "
         "policy.dtype: bfloat16, or delta: false",
     )
@@ -87,6 +88,13 @@ def _find(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
             ("weight_sync.min_replicas", "rollout.backend.num_replicas"),
         )
     yield from grpo_conflicts(config)
+    yield from lora_conflicts(config)
+    if config.train.device == "cuda" and config.policy.dtype == "float32":
+        yield (
+            "policy.dtype: float32 is for train.device: cpu; the kernels of train.device: cuda "
+            "compute in BF16: set policy.dtype: bfloat16",
+            ("policy.dtype", "train.device"),
+        )
     for name in ("ep", "cp"):
         parts, ranks = getattr(config.train.parallel, name), config.train.num_ranks
         if ranks % parts:

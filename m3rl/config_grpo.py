@@ -47,6 +47,8 @@ PRESETS: dict[PresetName, Raw] = {
         "aggregation": "sequence_mean",
         "clip_low": 3e-4,
         "clip_high": 4e-4,
+        # Against the runtime's a ratio leaves bounds that narrow before any step.
+        "old_logprobs": "recompute",
     },
     # MiniMax-M1, arXiv:2506.13585, which gives no number for its bound
     "cispo": {
@@ -61,6 +63,7 @@ PRESETS: dict[PresetName, Raw] = {
         "objective": "pg",
         "aggregation": "constant",
         "kl": {"coef": 0.05, "estimator": "k1", "place": "reward"},
+        "old_logprobs": "recompute",  # for `importance`: pg has no ratio to carry the mismatch
     },
 }
 
@@ -86,7 +89,8 @@ class KLConfig(Section):
 class ImportanceConfig(Section):
     kind: Literal["tis", "none"] = "tis"
     """Correction for sampling by the runtime: truncated importance sampling, or none. Acts with
-    old_logprobs: recompute; with behaviour the clipped ratio itself carries the mismatch."""
+    old_logprobs: recompute; with behaviour the ratio of the objective carries the mismatch (pg has
+    none, so there it needs recompute)."""
     cap: Float = Field(default=2.0, gt=0)
     """Largest importance weight of a token."""
 

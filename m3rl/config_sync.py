@@ -49,7 +49,7 @@ class WeightSyncConfig(Section):
     quarter of the bytes would travel. For slow links: some 3 % of the bytes at lr 1e-6."""
     delta_full_every: Int = Field(default=20, ge=2)
     """With delta, of so many syncs one sends all."""
-    timeout_s: Seconds = 60.0
+    timeout_s: Annotated[Seconds, Field(ge=1)] = 60.0
     """Longest wait in any phase of a sync; then the slow side is named and poisoned."""
     verify: Bool = True
     """Compare the hashes of trainer and replica before the new version serves."""

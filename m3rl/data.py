@@ -66,6 +66,10 @@ class PromptSet:
         item = self._items[index]
         return Prompt(ordinal, self._ids[index], item.question, self.environment, item.payload)
 
+    def source(self, index: int) -> str:
+        """Where the item at `index` is written, for error messages."""
+        return self._items[index].source
+
     def first(self, num_prompts: int) -> list[Prompt]:
         """The first items in the dataset's own order, numbered from 0 (for evaluations)."""
         return [self.prompt(i, i) for i in range(min(num_prompts, len(self)))]

@@ -5,12 +5,14 @@ The work itself is `train_rank.TrainRank`; its end of a weight sync is `weight_s
 
 from __future__ import annotations
 
+import logging
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from m3rl.errors import M3rlError
 from m3rl.rank_settings import RankSettings
@@ -22,13 +24,21 @@ from m3rl.weight_sync.send import Sender
 if TYPE_CHECKING:
     from m3rl.train_rank import TrainRank
 
+logger = logging.getLogger(__name__)
+
 
 class RankError(M3rlError):
     """Trainer ranks could not start, or one died: the run ends, and goes on from its checkpoint."""
 
 
-SYNC_THREADS = 8
-"""Calls of a rank's sender that may wait at the same time, one or more for each replica."""
+WARN_EVERY_S = 60.0
+"""Of a call on ranks that takes longer: a rank that stalls is named."""
+
+
+def sync_threads(num_replicas: int) -> int:
+    """Calls of a rank's sender that can be open at the same time: for each replica one may wait for
+    hashes and one for the end of the sending, while others are answered."""
+    return 2 * num_replicas + 2
 
 
 class RankProcess:
@@ -61,13 +71,21 @@ class RankProcess:
         assert self._rank is not None, "build() comes before make_sender()"
         policy = self._rank.policy
         self._sender = Sender(
-            self._rank.rank, policy.layout(), policy.wire_view, stays=policy.wire_stays
+            self._rank.rank,
+            policy.layout(),
+            policy.wire_view,
+            stays=policy.wire_stays,
+            fixed=policy.fixed_names,
         )
 
     def gpu(self) -> str | None:
         """`gpu_of` its weights."""
         assert self._rank is not None, "build() comes before gpu()"
         return gpu_of(self._rank.device)
+
+    @ray.method(concurrency_group="sync")
+    def answer(self) -> None:
+        """To see whether the process is there."""
 
     @ray.method(concurrency_group="sync")
     def sync_call(self, method: str, *args: Any) -> Any:
@@ -85,11 +103,20 @@ class TrainerRanks:
         num_ranks: int,
         *,
         num_threads: int,
+        num_replicas: int = 0,
         start_timeout_s: float = 120.0,
     ) -> None:
+        """
+        Args:
+            num_replicas: as many are synced at the same time.
+
+        Raises:
+            RankError: one could not start (says why) or did not in time.
+        """
         self.num_ranks = num_ranks
+        self._start_timeout_s = start_timeout_s
         remote: Any = ray.remote  # its annotations leave concurrency_groups out
-        actor_class = remote(concurrency_groups={"sync": SYNC_THREADS})(RankProcess)
+        actor_class = remote(concurrency_groups={"sync": sync_threads(num_replicas)})(RankProcess)
         num_gpus = int(settings.device == "cuda")
         factory = actor_class.options(**worker_options(num_threads, num_gpus))
         self._actors: list[Any] = [factory.remote(num_threads) for _ in range(num_ranks)]
@@ -97,26 +124,32 @@ class TrainerRanks:
         # before a rank listens on it.
         self._meeting = Rendezvous(node_address(), start_timeout_s)
         meet_at = f"tcp://{self._meeting.host}:{self._meeting.port}"
-        try:
-            building = [
-                actor.build.remote(settings, rank, num_ranks, meet_at)
-                for rank, actor in enumerate(self._actors)
-            ]
-            ray.get(building, timeout=start_timeout_s)
-        except GetTimeoutError:
-            raise RankError(
-                f"{num_ranks} trainer ranks did not start within {start_timeout_s:g} s; "
-                "is there room for them on the cluster (`ray status`)?"
-            ) from None
+        building = [
+            actor.build.remote(settings, rank, num_ranks, meet_at)
+            for rank, actor in enumerate(self._actors)
+        ]
+        self._started(building, "is there room for them on the cluster (`ray status`)?")
 
     def make_senders(self) -> None:
         """Ready the ranks for weight syncs, once they have weights."""
-        ray.get([actor.make_sender.remote() for actor in self._actors])
+        self._started([actor.make_sender.remote() for actor in self._actors], "make_sender")
 
     def gpus(self) -> dict[str, str | None]:
         """`gpu_of` the weights of each rank, by name."""
-        gpus = ray.get([actor.gpu.remote() for actor in self._actors])
+        gpus = self._started([actor.gpu.remote() for actor in self._actors], "gpu")
         return {f"trainer rank {rank}": gpu for rank, gpu in enumerate(gpus)}
+
+    def require_answers(self, timeout_s: float) -> None:
+        """Returns when every process answers; what its rank computes does not keep it from that.
+
+        Raises:
+            RankError: one is gone, or silent for `timeout_s`.
+        """
+        asked = [actor.answer.remote() for actor in self._actors]
+        _, late = ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
+        if late:
+            raise RankError(f"trainer rank {asked.index(late[0])} is silent for {timeout_s:g} s")
+        self._get(asked, "answer")
 
     def call(self, rank: int, method: str, *args: Any) -> Future[Any]:
         """A method of a rank's sender (`SenderGroup`)."""
@@ -124,13 +157,13 @@ class TrainerRanks:
 
     def one(self, rank: int, method: str, *args: Any) -> Any:
         """Result of a call on one rank, errors as they were raised there."""
-        return self._get([self._actors[rank].call.remote(method, *args)])[0]
+        return self._get([self._actors[rank].call.remote(method, *args)], method, rank)[0]
 
     def all(self, method: str, *args: Any) -> list[Any]:
         """Results of the same call on all ranks, which run it at the same time (collectives inside
         are fine)."""
         shared = [put(arg) for arg in args]
-        return self._get([actor.call.remote(method, *shared) for actor in self._actors])
+        return self._get([actor.call.remote(method, *shared) for actor in self._actors], method)
 
     def save(self, path: Path) -> None:
         """Every rank writes its part of a checkpoint into `path`."""
@@ -141,16 +174,39 @@ class TrainerRanks:
             ray.kill(actor)
         self._actors = []
 
-    def _get(self, refs: list[Any]) -> list[Any]:
+    def _started(self, refs: list[Any], hint: str) -> list[Any]:
+        """Results of calls on all ranks while they start; the first fault ends the wait.
+
+        Raises:
+            RankError: one failed, in a line, or is late.
+        """
+        try:
+            return ray.get(refs, timeout=self._start_timeout_s)
+        except GetTimeoutError:
+            raise RankError(
+                f"{self.num_ranks} trainer ranks did not start within "
+                f"{self._start_timeout_s:g} s; {hint}"
+            ) from None
+        except (RayActorError, RayTaskError) as error:
+            raise RankError(f"a trainer rank could not start: {cause_of(error)}") from error
+
+    def _get(self, refs: list[Any], method: str, first_rank: int = 0) -> list[Any]:
         """Like ray.get, but the death of one rank is told at once, also while its peers wait for it
-        in a collective."""
-        pending = list(refs)
+        in a collective; and who is waited for, every minute."""
+        rank_of = {ref: first_rank + i for i, ref in enumerate(refs)}
+        pending, begin = list(refs), time.monotonic()
         while pending:
-            done, pending = ray.wait(pending)
+            done, pending = ray.wait(pending, timeout=WARN_EVERY_S)
+            if not done:
+                late = ", ".join(str(rank_of[ref]) for ref in pending)
+                waited_s = time.monotonic() - begin
+                logger.warning(
+                    "%s: no answer from trainer rank %s for %.0f s", method, late, waited_s
+                )
             try:
                 ray.get(done)
             except RayActorError as error:
                 raise RankError(
-                    f"trainer rank {refs.index(done[0])} died: {cause_of(error)}"
+                    f"trainer rank {rank_of[done[0]]} died: {cause_of(error)}"
                 ) from error
         return ray.get(refs)

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,18 @@ CLIP_EPS = 1e-6
 """Added to the norm that divides, as `torch.nn.utils.clip_grad_norm_` does."""
 CHUNK_BYTES = 256 << 20
 """Moments that lie on the host come to the device in runs of about so many bytes."""
+
+
+class Trainable(Protocol):
+    """What is trained, a `Policy`."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def sum_gradients(self) -> None:
+        """Add gradients over ranks, as far as backward passes did not."""
+
+    def stepped(self) -> None:
+        """Take note of a step."""
 
 
 @dataclass(slots=True)
@@ -54,9 +67,10 @@ class Optimizer:
     adds to masters and gradients; a step carries them over and back.
     """
 
-    def __init__(self, module: nn.Module, settings: OptimizerSettings, group: RankGroup) -> None:
+    def __init__(self, module: Trainable, settings: OptimizerSettings, group: RankGroup) -> None:
         self.num_steps = 0
         """Steps taken; skipped ones do not count."""
+        self._module = module
         self._settings = settings
         self._group = group
         self._trained = {
@@ -81,18 +95,20 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, loss: float) -> dict[str, float]:
-        """Clip gradients, which are sums over ranks already, and step; they are cleared.
+        """Clip gradients, as sums over ranks, and step; they are cleared.
 
         Args:
             loss: of the step, over all ranks. A NaN may show here and not in the gradient, where a
                 clamp has replaced it by 0; so the step is skipped when either is not finite.
         """
         clip = math.inf if self._settings.grad_clip is None else self._settings.grad_clip
+        self._module.sum_gradients()
         norm = self._grad_norm()
         lr = self._settings.lr_at(self.num_steps)
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         if is_finite:
             self._update(lr, min(1.0, clip / (norm + CLIP_EPS)))
+            self._module.stepped()
             self.num_steps += 1
         else:
             logger.warning(
@@ -108,10 +124,14 @@ class Optimizer:
         }
 
     def _grad_norm(self) -> float:
-        """L2 norm of the whole gradient; each rank adds what it owns."""
-        grads = [t.grad for t in self._trained.values()]
-        norms = torch._foreach_norm([g for g in grads if g is not None and g.numel()])
-        squares = torch.stack([norm.double().square() for norm in norms]).sum()
+        """L2 norm of the whole gradient; each rank adds what it owns, rank 0 what all hold."""
+        is_first = self._group.rank == 0
+        mine = [t for t in self._trained.values() if is_first or isinstance(t.parameter, DTensor)]
+        grads = [grad for t in mine if (grad := t.grad) is not None and grad.numel()]
+        squares = torch.zeros((), dtype=torch.float64, device=self._group.device)
+        if grads:
+            norms = torch._foreach_norm(grads)
+            squares = torch.stack([norm.double().square() for norm in norms]).sum()
         return float(self._group.sum(squares).sqrt())
 
     def _update(self, lr: float, scale: float) -> None:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from inference import config as model_config
 from inference.memory import (
-    DTYPE_BYTES,
     MemoryPlan,
     count_parameters,
     plan_memory,
@@ -25,10 +25,15 @@ from inference.parallel.config import ParallelConfig
 from m3rl.checkpoint_files import tokenizer_problems, weight_problems
 from m3rl.config import Config, ConfigError, DatasetConfig
 from m3rl.config_checks import idle_keys
+from m3rl.config_policy import lora_settings
 from m3rl.data import iterate_items
+from m3rl.plan_fit import micro_batches, remedies
+from m3rl.plan_lora import plan_rank
+from m3rl.plan_time import Demand
+from m3rl.plan_trainer import TrainerMemory, TrainerSetting
 from m3rl.sync_plan import SyncSetting
+from m3rl.weight_sync.errors import LayoutError
 from m3rl.weight_sync.simulate import Projection
-from m3rl.weight_sync.trainer_layout import TrainerShards
 
 __all__ = ["MODEL_PARTS", "ModelPart", "Plan", "make_plan", "size_text"]
 
@@ -43,19 +48,21 @@ class Plan:
     """Sizes of a run, in parameters, bytes, tokens and pages."""
 
     name: str
-    num_ranks: int
     num_replicas: int
     parameters: dict[str, int]
-    """By class of weight; the sum is the model."""
-    trainer_bytes: dict[str, int]
-    """Of one trainer rank, by use; activations are not counted."""
+    """By class of weight; the sum is the text model."""
+    vision_parameters: int
+    """Which no part of a run loads."""
+    trainer: TrainerSetting
+    memory: TrainerMemory
+    """Of the GPU, or the process, of one trainer rank."""
     replica: MemoryPlan
     """Of the GPU, or the process, that holds one rank of a replica."""
     sync: SyncSetting
     projection: Projection
     """Of one weight sync."""
-    tokens_per_step: int
-    """Most tokens of one training step, prompts counted for each completion."""
+    demand: Demand
+    """Of a training step."""
     page_size: int
     num_pages: int
     demand_pages: int
@@ -76,7 +83,8 @@ def make_plan(
 
     Args:
         required: parts of the checkpoint that must be right; the others are only noticed.
-        allow_mxfp8: whether the weights may be stored in MXFP8: nothing is trained.
+        allow_mxfp8: whether the weights may be stored in MXFP8: nothing is trained. Adapters may
+            be, beside them.
         is_launch: whether it is to run here and now; if not, files that are not here are listed in
             `Plan.needed`, and those that are here must still be right.
 
@@ -84,10 +92,11 @@ def make_plan(
         ConfigError: one line for each thing that cannot work.
     """
     path = config.find(config.model.path)
+    allow_mxfp8 = allow_mxfp8 or config.policy.lora is not None
     problems: list[str] = []
     notices: list[str] = []
     needed: list[str] = []
-    model = replica = None
+    model = sizes = None
     try:
         model = model_config.ModelConfig.from_pretrained(path)
     except model_config.ConfigError as error:
@@ -97,14 +106,7 @@ def make_plan(
     found = {"tokenizer": tokenizer_problems(path, vocab_size, eos_ids)}
     if model is not None:
         found["weights"] = weight_problems(path, model.num_parameters, allow_mxfp8=allow_mxfp8)
-        length_problems = _length_problems(config, model)
-        problems += length_problems
-        if not length_problems:
-            try:
-                replica = _plan_replica(config, model)
-            except model_config.ConfigError as error:
-                refusal = str(error).replace("\n", "\n  ")
-                problems.append(f"rollout.backend: {refusal}")
+        sizes = _sizes(config, model, problems)
     for part, faults in found.items():
         is_elsewhere = not is_launch and not _is_here(path, part)
         where = needed if is_elsewhere else problems if part in required else notices
@@ -112,13 +114,66 @@ def make_plan(
     for fault, is_missing in _dataset_problems(config):
         (needed if is_missing and not is_launch else problems).append(fault)
     problems += _run_dir_problems(config)
-    if problems or model is None or replica is None:
+    if problems or sizes is None:
         raise ConfigError("\n".join(problems))
     needed += [] if is_launch else _missing_reward(config)
-    plan = _measure(config, model, replica, (*notices, *_notices(config)), tuple(needed))
+    plan = _plan_of(config, sizes, (*notices, *_notices(config)), tuple(needed))
     if hurry := _too_short_a_timeout(config, plan.projection.seconds):
         raise ConfigError(hurry)
     return plan
+
+
+class _Sizes(NamedTuple):
+    replica: MemoryPlan
+    trainer: TrainerSetting
+    memory: TrainerMemory
+
+
+def _sizes(config: Config, model: model_config.ModelConfig, problems: list[str]) -> _Sizes | None:
+    """What one rank of a replica and of the trainer hold; adds to `problems` what cannot be."""
+    if length_problems := _length_problems(config, model):
+        problems += length_problems
+        return None
+    replica = memory = None
+    try:
+        replica = plan_memory(
+            model, _engine_config(config), _parallel(config), gpu_bytes=_gpu(config)
+        )
+    except model_config.ConfigError as error:
+        refusal = str(error).replace("\n", "\n  ")
+        problems.append(f"rollout.backend: {refusal}")
+    trainer = _trainer_setting(config, model)
+    try:
+        memory = plan_rank(trainer)
+    except LayoutError as error:
+        problems.append(f"train.parallel: {error} ({config.origin('train.parallel.ep')})")
+    else:
+        problems += _trainer_problems(config, trainer, memory)
+    return None if replica is None or memory is None else _Sizes(replica, trainer, memory)
+
+
+def _plan_of(
+    config: Config, sizes: _Sizes, notices: tuple[str, ...], needed: tuple[str, ...]
+) -> Plan:
+    model, demand = sizes.trainer.model, _demand(config)
+    sync = _sync_setting(config, model, sizes.trainer)
+    return Plan(
+        name=config.run.name,
+        num_replicas=sync.num_replicas,
+        parameters=count_parameters(model),
+        vision_parameters=_vision_parameters(config.find(config.model.path)),
+        trainer=sizes.trainer,
+        memory=sizes.memory,
+        replica=sizes.replica,
+        sync=sync,
+        projection=sync.project(),
+        demand=demand,
+        page_size=model.index_block_size,
+        num_pages=config.rollout.backend.engine.num_pages,
+        demand_pages=_demand_pages(demand, sync, model.index_block_size),
+        notices=notices,
+        needed=needed,
+    )
 
 
 def _too_short_a_timeout(config: Config, seconds: float) -> str | None:
@@ -160,10 +215,48 @@ def _engine_config(config: Config) -> model_config.EngineConfig:
     )
 
 
-def _plan_replica(config: Config, model: model_config.ModelConfig) -> MemoryPlan:
+def _gpu(config: Config) -> int | None:
+    """What a process can have of a GPU; None: nobody knows."""
     memory_gib = config.rollout.backend.gpu_memory_gib
-    gpu_bytes = None if memory_gib is None else int(memory_gib * (1 << 30))
-    return plan_memory(model, _engine_config(config), _parallel(config), gpu_bytes=gpu_bytes)
+    return None if memory_gib is None else int(memory_gib * (1 << 30))
+
+
+def _trainer_setting(config: Config, model: model_config.ModelConfig) -> TrainerSetting:
+    """What every trainer rank is told; see `assemble.rank_settings`."""
+    policy, train, demand = config.policy, config.train, _demand(config)
+    trainer = TrainerSetting(
+        model,
+        policy.dtype,
+        train.device,
+        ranks=train.num_ranks,
+        ep=train.parallel.ep,
+        cp=train.parallel.cp,
+        micro_batch_tokens=policy.micro_batch_tokens,
+        checkpointing=policy.activation_checkpointing,
+        offload=config.optimizer.offload,
+        has_reference=config.grpo.kl.coef > 0,
+        remembers_sent=config.weight_sync.delta,
+        trains_index=policy.index_loss.coef > 0,
+        lora=lora_settings(config),
+    )
+    num = micro_batches(trainer, demand, config.grpo.updates_per_batch)
+    return replace(trainer, num_micro_batches=num)
+
+
+def _trainer_problems(
+    config: Config, trainer: TrainerSetting, memory: TrainerMemory
+) -> Iterator[str]:
+    gpu_bytes, needs = _gpu(config), memory.total_bytes
+    if trainer.device == "cpu" or gpu_bytes is None or needs <= gpu_bytes:
+        return
+    lines = [
+        f"train: a GPU of {trainer.ranks} ranks, ep {trainer.ep}, cp {trainer.cp}, needs "
+        f"{size_text(needs)} and has {size_text(gpu_bytes)}: {size_text(needs - gpu_bytes)} too "
+        f"much, at its {memory.peak}",
+        *(f"  {name:26} {size_text(size):>10}" for name, size in memory.uses.items()),
+    ]
+    found = "; ".join(remedies(trainer, _demand(config), gpu_bytes))
+    yield "\n  ".join([*lines, f"what fits: {found or 'nothing'}"])
 
 
 def _parallel(config: Config) -> ParallelConfig:
@@ -225,6 +318,11 @@ def _notices(config: Config) -> list[str]:
             f"rollout.{cut[0]}: {getattr(rollout, cut[0])} truncates the sampling distribution, "
             "which is for `m3rl rollout`; training needs the whole one"
         )
+    if config.policy.lora is not None and not config.weight_sync.delta:
+        notices.append(
+            "weight_sync.delta: false, so each sync sends all weights, and policy.lora changes "
+            "those of its targets alone; with delta: true only these travel"
+        )
     backend = rollout.backend
     if backend.device == "cuda" and backend.gpu_memory_gib is None:
         notices.append(
@@ -240,59 +338,53 @@ def _notices(config: Config) -> list[str]:
     return notices
 
 
-def _measure(
-    config: Config,
-    model: model_config.ModelConfig,
-    replica: MemoryPlan,
-    notices: tuple[str, ...],
-    needed: tuple[str, ...],
-) -> Plan:
-    rollout = config.rollout
-    prompt, completion = config.data.max_prompt_tokens, rollout.max_tokens
-    page, pages = model.index_block_size, rollout.backend.engine.num_pages
-    parameters = count_parameters(model)
-    ranks, replicas = config.train.num_ranks, rollout.backend.num_replicas
-    trainer = TrainerShards(ranks, ep=config.train.parallel.ep)
-    sync = SyncSetting(
+def _sync_setting(
+    config: Config, model: model_config.ModelConfig, trainer: TrainerSetting
+) -> SyncSetting:
+    return SyncSetting(
         model,
         _engine_config(config),
-        trainer,
+        trainer.shards,
         _parallel(config),
-        replicas,
+        config.rollout.backend.num_replicas,
         wire=config.weight_sync.wire,
         delta=config.weight_sync.delta,
         chunk_bytes=config.weight_sync.chunk_mib << 20,
     )
-    # Of a dp group: each has its own pages, and the requests are shared out.
-    per_replica = -(-rollout.prompts_per_step // (replicas * sync.replica.dp))
-    shared = prompt // page
-    own = -(-(prompt + completion) // page) - shared
-    running = min(per_replica * rollout.group_size, rollout.backend.engine.max_running_requests)
-    return Plan(
-        name=config.run.name,
-        num_ranks=ranks,
-        num_replicas=replicas,
-        parameters=parameters,
-        trainer_bytes=_trainer_bytes(config, parameters),
-        replica=replica,
-        sync=sync,
-        projection=sync.project(),
-        tokens_per_step=rollout.prompts_per_step * rollout.group_size * (prompt + completion),
-        page_size=page,
-        num_pages=pages,
-        demand_pages=min(per_replica, running) * shared + running * own,
-        notices=notices,
-        needed=needed,
+
+
+def _demand(config: Config) -> Demand:
+    rollout = config.rollout
+    return Demand(
+        prompts=rollout.prompts_per_step,
+        group_size=rollout.group_size,
+        prompt_tokens=config.data.max_prompt_tokens,
+        completion_tokens=rollout.max_tokens,
+        max_running=rollout.backend.engine.max_running_requests,
     )
 
 
-def _trainer_bytes(config: Config, parameters: dict[str, int]) -> dict[str, int]:
-    """The index branch is frozen: it has a master, no gradient and no moments."""
-    total = sum(parameters.values())
-    trained = total - parameters["index branch"]
-    out = {"FP32 masters": 4 * total, "gradients": 4 * trained, "Adam moments": 8 * trained}
-    if config.policy.dtype != "float32":
-        out[f"{config.policy.dtype} copy"] = DTYPE_BYTES[config.policy.dtype] * total
-    if config.weight_sync.delta:
-        out["what was sent"] = DTYPE_BYTES[config.policy.dtype] * total // config.train.num_ranks
-    return out
+def _demand_pages(demand: Demand, sync: SyncSetting, page: int) -> int:
+    """Of a dp group: each has its own pages, and the requests are shared out."""
+    per_group = -(-demand.prompts // (sync.num_replicas * sync.replica.dp))
+    shared = demand.prompt_tokens // page
+    own = -(-demand.row // page) - shared
+    running = min(per_group * demand.group_size, demand.max_running)
+    return min(per_group, running) * shared + running * own
+
+
+def _vision_parameters(path: Path) -> int:
+    """Of tower, projector and patch merger, from the published config.json; 0 of a text model."""
+    raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    vision = raw.get("vision_config")
+    if not vision:
+        return 0
+    width, inner = vision["hidden_size"], vision["intermediate_size"]
+    out = raw.get("projector_hidden_size", vision["projection_dim"])
+    merged = vision["img_token_compression_config"]
+    pixels = vision["num_channels"] * merged["temporal_patch_size"] * vision["patch_size"] ** 2
+    # Weights and biases: two norms, four projections, two products.
+    layer = 4 * width + 4 * (width + 1) * width + 2 * width * inner + inner + width
+    tower = pixels * width + 2 * width + vision["num_hidden_layers"] * layer
+    patches = merged["spatial_merge_size"] ** 2 * out
+    return int(tower + (width + 1 + out + 1) * out + (patches + 1 + out + 1) * out)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from m3rl.plan import Plan, size_text
+from m3rl.plan_fit import split
+from m3rl.plan_time import StepTime, active_parameters, measured_rates, step_time
+from m3rl.plan_trainer import TrainerSetting
 from m3rl.report import table
-from m3rl.sync_plan import LINKS, SyncSetting, sharded
+from m3rl.sync_plan import LINKS, SyncSetting
 from m3rl.weight_sync.simulate import Projection
 
 H200_BYTES = 139 << 30
@@ -16,15 +18,6 @@ H200_BYTES = 139 << 30
 
 def describe(plan: Plan) -> str:
     """The plan as a few tables, and what a launch needs besides."""
-    total = sum(plan.parameters.values())
-    parameters = [[name, f"{n:,}", f"{n / total:.1%}"] for name, n in plan.parameters.items()]
-    parameters.append(["all", f"{total:,}", ""])
-    rank = "replica" if plan.sync.replica.world == 1 else "rank of a replica"
-    memory = [
-        [f"one {who}", what, size_text(n)]
-        for who, uses in (("trainer rank", plan.trainer_bytes), (rank, plan.replica.uses))
-        for what, n in [*uses.items(), ("all", sum(uses.values()))]
-    ]
     capacity = plan.num_pages * plan.page_size
     fits = (
         "all of a step fits at once"
@@ -32,18 +25,20 @@ def describe(plan: Plan) -> str:
         else f"requests wait for pages: {plan.demand_pages / plan.num_pages:.1f} rounds"
     )
     lines = [
-        f"{plan.name}: {plan.num_ranks} trainer rank(s), {plan.num_replicas} replica(s)"
-        + _split(plan.sync),
+        f"{plan.name}: {plan.trainer.ranks} trainer rank(s){_trainer_split(plan.trainer)}, "
+        f"{plan.num_replicas} replica(s){_replica_split(plan.sync)}",
         "",
-        table(["parameters", "count", "share"], parameters, right=(1, 2)),
+        _parameter_table(plan),
         "",
-        table(["memory", "of", "size"], memory, right=(2,)),
+        _memory_table(plan),
         "",
-        f"tokens of a training step: at most {plan.tokens_per_step:,}",
+        *_trainer_lines(plan),
+        f"tokens of a training step: at most {plan.demand.tokens:,}",
         f"KV room of a replica: {plan.num_pages:,} pages of {plan.page_size} = {capacity:,} tokens"
         + _room(plan),
         f"a step needs at most {plan.demand_pages:,} pages of it: {fits}",
         *_sync_lines(plan),
+        *_time_lines(plan),
     ]
     lines += [f"note: {notice}" for notice in plan.notices]
     lines += [f"needed at launch: {what}" for what in launch_needs(plan)]
@@ -51,44 +46,65 @@ def describe(plan: Plan) -> str:
 
 
 def gpu_table(plan: Plan, sizes: Sequence[int]) -> tuple[str, bool]:
-    """One row for each number of GPUs, and whether any of them works.
-
-    Trainer ranks and the split of a replica stay as configured, and replicas take the other GPUs.
-    The policy is not spread over several GPUs yet, so a model that needs that is refused here; its
-    weight sync is projected for shards on half of the GPUs (`sync_plan.sharded`).
-    """
-    rank_bytes, replica_bytes = sum(plan.trainer_bytes.values()), plan.replica.total_bytes
-    gpu_bytes = _gpu_bytes(plan)
-    too_big = [
-        f"{who} needs {size_text(n)} and {cure}"
-        for who, n, cure in (
-            ("a trainer rank", rank_bytes, "cannot be spread over GPUs yet"),
-            ("a rank of a replica", replica_bytes, "rollout.backend.parallel has too few of them"),
-        )
-        if n > gpu_bytes
-    ]
-    rows = []
-    works, world = False, plan.sync.replica.world
+    """One row for each number of GPUs, and whether any of them works (`plan_fit.split`)."""
+    gpu_bytes = H200_BYTES if plan.replica.gpu_bytes is None else plan.replica.gpu_bytes
+    rows, works = [], False
     for size in sizes:
-        replicas = (size - plan.num_ranks) // world
-        if too_big:
-            verdict = "refused: " + "; ".join(too_big)
-        elif replicas < 1:
-            needed = plan.num_ranks + world
-            verdict = f"refused: train.num_ranks and one replica are {needed} GPUs"
-        else:
-            verdict, works = "fits", True
-        setting = sharded(plan.sync, size, gpu_bytes) if too_big else None
-        if verdict == "fits":
-            setting = dataclasses.replace(plan.sync, num_replicas=replicas)
-        sync = "-" if setting is None else _sync_text(setting)
-        rows.append([str(size), str(plan.num_ranks), str(max(replicas, 0)), sync, verdict])
+        found = split(plan.trainer, plan.sync, plan.demand, size, gpu_bytes)
+        if isinstance(found, str):
+            rows.append([str(size), "-", "-", "-", "-", f"refused: {found}"])
+            continue
+        works = True
+        verdict = f"fits with {', '.join(found.changes)}" if found.changes else "fits"
+        time = _step_time(found.trainer, found.sync, plan)
+        rows.append(
+            [
+                str(size),
+                str(found.trainer.ranks),
+                f"{found.sync.num_replicas} of {found.sync.replica.world}",
+                _seconds(found.sync.project()),
+                "-" if time is None else f"{time.total:.0f} s",
+                verdict,
+            ]
+        )
     kind = "H200 GPUs" if plan.replica.gpu_bytes is None else f"GPUs of {size_text(gpu_bytes)}"
-    header = [kind, "trainer ranks", "replicas", "weight sync", "verdict"]
-    return table(header, rows, right=(0, 1, 2)), works
+    header = [kind, "trainer ranks", "replicas", "weight sync", "step", "verdict"]
+    return table(header, rows, right=(0, 1, 2, 4)), works
 
 
-def _split(setting: SyncSetting) -> str:
+def launch_needs(plan: Plan) -> list[str]:
+    """What a launch needs and is not here."""
+    return list(plan.needed)
+
+
+def _parameter_table(plan: Plan) -> str:
+    total = sum(plan.parameters.values())
+    rows = [[name, f"{n:,}", f"{n / total:.1%}"] for name, n in plan.parameters.items()]
+    active = active_parameters(plan.trainer.model)
+    rows.append(["all", f"{total:,}", ""])
+    rows.append(["active in a token, head apart", f"{sum(active.values()) - active['head']:,}", ""])
+    if plan.vision_parameters:
+        rows.append(["vision, never loaded", f"{plan.vision_parameters:,}", ""])
+        rows.append(["all with vision", f"{total + plan.vision_parameters:,}", ""])
+    return table(["parameters", "count", "share"], rows, right=(1, 2))
+
+
+def _memory_table(plan: Plan) -> str:
+    rank = "replica" if plan.sync.replica.world == 1 else "rank of a replica"
+    rows = [
+        [f"one {who}", what, size_text(n)]
+        for who, uses in (("trainer rank", plan.memory.uses), (rank, plan.replica.uses))
+        for what, n in [*uses.items(), ("all", sum(uses.values()))]
+    ]
+    return table(["memory", "of", "size"], rows, right=(2,))
+
+
+def _trainer_split(trainer: TrainerSetting) -> str:
+    """' in shards: ep=8, cp=1'; nothing for one."""
+    return f" in shards: ep={trainer.ep}, cp={trainer.cp}" if trainer.ranks > 1 else ""
+
+
+def _replica_split(setting: SyncSetting) -> str:
     """', each of 16 ranks: tp=16, dp=1, ep=16'; nothing for replicas of one."""
     split = setting.replica
     if split.world == 1:
@@ -96,23 +112,18 @@ def _split(setting: SyncSetting) -> str:
     return f", each of {split.world} ranks: tp={split.tp}, dp={split.dp}, ep={split.expert_groups}"
 
 
-def _gpu_bytes(plan: Plan) -> int:
-    return H200_BYTES if plan.replica.gpu_bytes is None else plan.replica.gpu_bytes
-
-
-def launch_needs(plan: Plan) -> list[str]:
-    """What a launch needs and is not here."""
-    return [*plan.needed, *_too_big(plan)]
-
-
-def _too_big(plan: Plan) -> list[str]:
-    rank_bytes = sum(plan.trainer_bytes.values())
-    if rank_bytes <= _gpu_bytes(plan):
-        return []
-    return [
-        f"{size_text(rank_bytes)} of memory for each of {plan.num_ranks} trainer ranks, since each "
-        "holds the whole policy (it cannot be spread over ranks yet)"
-    ]
+def _trainer_lines(plan: Plan) -> list[str]:
+    trainer, memory = plan.trainer, plan.memory
+    lines = []
+    if memory.moments:
+        sizes = ", ".join(f"{name} {size_text(size)}" for name, size in memory.moments.items())
+        lines.append(
+            f"a trainer rank's moments, {trainer.num_micro_batches} micro-batches of "
+            f"{trainer.micro_batch_tokens:,} tokens an update: {sizes}"
+        )
+    if memory.host_bytes:
+        lines.append(f"AdamW's moments in the host's memory: {size_text(memory.host_bytes)} a rank")
+    return lines
 
 
 def _sync_lines(plan: Plan) -> list[str]:
@@ -124,17 +135,31 @@ def _sync_lines(plan: Plan) -> list[str]:
         f"{size_text(max(found.received_bytes))} to each worker, by {found.num_copies:,} copies a "
         f"replica in {found.num_rounds:,} rounds of {size_text(setting.chunk_bytes)} a worker"
     ]
-    if setting.engine.device == "cpu":
-        return lines
-    lines.append(f"projected on H200s: {_seconds(found)}, at {_links()}")
-    if _too_big(plan):
-        shards = setting.with_shards()
-        found = shards.project()
-        lines.append(
-            f"were the policy in FSDP shards, experts in {shards.trainer.ep} groups: "
-            f"{_seconds(found)}, balance {found.balance:.2f}"
-        )
+    if setting.engine.device != "cpu":
+        lines.append(f"projected on H200s: {_seconds(found)}, at {_links()}")
     return lines
+
+
+def _time_lines(plan: Plan) -> list[str]:
+    time = _step_time(plan.trainer, plan.sync, plan)
+    if time is None:
+        return []
+    rates = measured_rates()
+    how = "measured" if rates.is_measured else "partly assumed"
+    return [
+        f"projected step on H200s, all completions of full length: {time.total:.2f} s = generation "
+        f"{time.generation:.2f} + training {time.training:.2f} + weight sync {time.sync:.2f}, "
+        f"{plan.demand.tokens / time.total:,.0f} tokens/s; at {how} rates: training "
+        f"{rates.train_flops / 1e12:.0f} TFLOP/s, prompts {rates.prefill_flops / 1e12:.0f} "
+        f"TFLOP/s, decode steps {rates.x_floor:.2f}x the time of their bytes"
+    ]
+
+
+def _step_time(trainer: TrainerSetting, sync: SyncSetting, plan: Plan) -> StepTime | None:
+    """None where a part of the step runs on no GPU."""
+    if "cpu" in (trainer.device, sync.engine.device):
+        return None
+    return step_time(trainer, sync, plan.demand)
 
 
 def _seconds(found: Projection) -> str:
@@ -143,15 +168,6 @@ def _seconds(found: Projection) -> str:
 
 def _links() -> str:
     return f"{LINKS.nic / 1e9:.0f} GB/s a GPU between nodes and {LINKS.nvlink / 1e9:.0f} inside"
-
-
-def _sync_text(setting: SyncSetting) -> str:
-    """'1.18 s, floor 1.10 s', and how a model is sharded that one GPU cannot hold."""
-    text = _seconds(setting.project())
-    trainer, world = setting.trainer, setting.replica.world
-    if trainer.shards == 1:
-        return text
-    return f"{text} ({trainer.world} FSDP ranks to {setting.num_replicas} replicas of {world})"
 
 
 def _room(plan: Plan) -> str:

@@ -33,6 +33,8 @@ from m3rl.policy_layers import ForwardPass, cos_sin
 from m3rl.policy_weights import PolicyWeights
 
 NO_RECORD = Record()
+Forward = Callable[..., tuple[Tensor, Tensor]]
+"""`Policy.forward`, or that of weights that are not trained."""
 
 
 class Policy(PolicyWeights):
@@ -220,8 +222,8 @@ class Policy(PolicyWeights):
         return self._of_sharers(hits_M.byte(), counts).bool()
 
     @torch.no_grad()
-    def frozen_copy(self) -> Policy:
-        """The same policy with weights of its own that are never trained."""
+    def frozen_copy(self) -> Forward:
+        """The forward pass with the present weights, which are never trained there."""
         if self.mesh is None:
             return copy.deepcopy(self).requires_grad_(False)
         twin = Policy(

@@ -22,6 +22,7 @@ from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as m3
 from inference.config import ModelConfig
 from inference.kernels.dense_varlen import dense_varlen
 from inference.kernels.experts_mlp import experts_mlp
+from inference.kernels.index_alignment import index_alignment
 from inference.kernels.index_select_varlen import index_select_varlen
 from inference.kernels.msa_varlen import msa_varlen
 from inference.kernels.packing import Packing
@@ -30,7 +31,8 @@ from inference.kernels.rms_norm import rms_norm
 from inference.kernels.router import router
 from inference.kernels.swiglu_oai import swiglu_oai
 from m3rl.grpo.micro import token_ranges
-from m3rl.grpo.replay import ChoiceStats, Record
+from m3rl.grpo.replay import ChoiceObserver, Record
+from m3rl.index_alignment import IndexLoss
 from m3rl.parallel.exchange import Route, experts_across, gather_rows
 from m3rl.parallel.mesh import RankMesh
 
@@ -49,9 +51,11 @@ class ForwardPass:
     record: Record
     replays_experts: bool
     replays_blocks: bool
-    stats: ChoiceStats | None
+    stats: ChoiceObserver | None
     mesh: RankMesh | None = None
     """Of the ranks that share the model, and of those the packed row; None: this one alone."""
+    index_loss: IndexLoss | None = None
+    """Trains the index branch; None: it is frozen."""
     experts: dict[int, Tensor] = field(default_factory=dict)
     """Layer -> [T, A] int32, as used."""
     blocks: dict[int, Tensor] = field(default_factory=dict)
@@ -149,7 +153,39 @@ def attention(self: Any, x_TC: Tensor, layer: int, run: ForwardPass) -> Tensor:
     out, _ = varlen_attention(
         self, q, k, v, None, scaling=self.scaling, packing=run.packing, block_indices=blocks
     )
-    return self.o_proj(out[0].flatten(1))
+    out_TC = self.o_proj(out[0].flatten(1))
+    if blocks is None or run.index_loss is None:
+        return out_TC
+    main = q_THD, k_TKD
+    return with_index_loss(self, out_TC, x_TC.detach(), main, layer, run, run.index_loss)
+
+
+def with_index_loss(
+    self: Any,
+    out_TC: Tensor,
+    x_TC: Tensor,
+    main: tuple[Tensor, Tensor],
+    layer: int,
+    run: ForwardPass,
+    loss: IndexLoss,
+) -> Tensor:
+    """`out_TC`, what attention over blocks made of the queries and keys `main`; its gradient brings
+    that of the index branch along."""
+    q_THD, k_TKD = main
+    index_q_TKD, index_k_TD = index_heads(self.indexer, x_TC, run)
+    kl_TK = index_alignment(
+        index_q_TKD,
+        index_k_TD,
+        q_THD,
+        k_TKD,
+        run.blocks[layer],
+        run.packing,
+        scale=self.scaling,
+        index_scale=self.indexer.head_dim**-0.5,
+        block_size=self.indexer.block_size,
+        level=loss.settings.level,
+    )
+    return loss.attach(out_TC, kl_TK, layer, run.packing.first)
 
 
 def varlen_attention(
@@ -195,15 +231,11 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, varlen_attention)
 
 
 def choose_blocks(self: Any, x_TC: Tensor, layer: int, run: ForwardPass) -> Tensor:
-    """[T, K, B] int32: key blocks that each token reads. The index branch gets no gradient."""
+    """[T, K, B] int32: key blocks that each token reads. A choice has no gradient."""
     if layer not in run.blocks:
         with torch.no_grad():
-            heads = (-1, self.head_dim)
-            q_TKD = norm_rope(self.q_proj(x_TC).unflatten(-1, heads), self.q_norm, run)
-            k_T1D = norm_rope(self.k_proj(x_TC).unflatten(-1, heads), self.k_norm, run)
             own_TKB = index_select_varlen(
-                q_TKD,
-                run.everyones(k_T1D[:, 0]),
+                *index_heads(self, x_TC, run),
                 run.packing,
                 block_size=self.block_size,
                 topk_blocks=self.topk_blocks,
@@ -211,6 +243,14 @@ def choose_blocks(self: Any, x_TC: Tensor, layer: int, run: ForwardPass) -> Tens
             )
         run.keep_blocks(layer, own_TKB)
     return run.blocks[layer]
+
+
+def index_heads(self: Any, x_TC: Tensor, run: ForwardPass) -> tuple[Tensor, Tensor]:
+    """(index queries [Q, K, D] of this rank's tokens, index keys [T, D] of all)."""
+    heads = (-1, self.head_dim)
+    q_QKD = norm_rope(self.q_proj(x_TC).unflatten(-1, heads), self.q_norm, run)
+    k_Q1D = norm_rope(self.k_proj(x_TC).unflatten(-1, heads), self.k_norm, run)
+    return q_QKD, run.everyones(k_Q1D[:, 0])
 
 
 def mixture(self: Any, x_TC: Tensor, layer: int, run: ForwardPass) -> Tensor:

@@ -43,10 +43,16 @@ class PolicyWeights(nn.Module):
         mesh: the ranks that share the model; all call what says so at the same time. None: all of
             it is here, on the CPU at first.
         runs_model: methods, besides `forward`, that compute with the model.
+        trains_index: the index branch is trained too.
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: str, mesh: RankMesh | None, runs_model: tuple[str, ...]
+        self,
+        config: ModelConfig,
+        dtype: str,
+        mesh: RankMesh | None,
+        runs_model: tuple[str, ...],
+        trains_index: bool,
     ) -> None:
         super().__init__()
         if dtype not in DTYPES:
@@ -54,6 +60,7 @@ class PolicyWeights(nn.Module):
         self.config = config
         self.dtype_name = dtype
         self.dtype = DTYPES[dtype]
+        self._trains_index = trains_index
         self._master_dtype = torch.promote_types(self.dtype, torch.float32)
         self.mesh = mesh
         self._specs = {spec.name: spec for spec in published_tensors(config)}
@@ -64,18 +71,23 @@ class PolicyWeights(nn.Module):
         if mesh is None:
             self.model = self._build()
         else:
-            self._shards = Shards(self._whole(), self._placement, mesh)
+            self._shards = self._new_shards(mesh)
             self.model = self._shards.build(self._build)
             self._shards.shard(self, self.dtype, methods=runs_model)
         with torch.no_grad():
             for tensor in self._masters().values():
                 tensor.fill_(torch.nan)
 
+    def _new_shards(self, mesh: RankMesh) -> Shards:
+        return Shards(self._whole(), self._placement, mesh)
+
     def _build(self) -> Any:
         with torch.random.fork_rng():
             model = _transformers_model(self.config).to(self._master_dtype)
         frozen = {
-            self._placement[name].param for name, s in self._specs.items() if s.role == "index"
+            self._placement[name].param
+            for name, s in self._specs.items()
+            if s.role == "index" and not self._trains_index
         }
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in frozen)
@@ -119,6 +131,21 @@ class PolicyWeights(nn.Module):
         finally:
             for _ in tensors:  # the other ranks send what they own, whatever becomes of it here
                 pass
+
+    def save_trained(self, path: str | Path, model_path: str | Path) -> None:
+        """Write into directory `path` what training changed of the model at `model_path`; all ranks
+        call it."""
+        self.save(path, "float32")
+
+    def load_trained(self, path: str | Path) -> None:
+        """After `load`: take what `save_trained` wrote."""
+        self.load(path)
+
+    def sum_gradients(self) -> None:
+        """Before an optimizer step: add gradients over ranks, as far as backward passes did not."""
+
+    def stepped(self) -> None:
+        """After an optimizer step."""
 
     @torch.no_grad()
     def init_random(self, seed: int, *, std: float, embedding_std: float, bias_std: float) -> None:
@@ -177,6 +204,11 @@ class PolicyWeights(nn.Module):
             )
             for spec in self._specs.values()
         ]
+
+    @property
+    def fixed_names(self) -> frozenset[str]:
+        """Published tensors that training never changes."""
+        return frozenset()
 
     @property
     def wire_stays(self) -> bool:
@@ -239,6 +271,7 @@ class PolicyWeights(nn.Module):
         ]
         return max(biases, default=0.0)
 
+    @torch.no_grad()
     def master_hash(self) -> str:
         """64 bits over the bits of all FP32 masters and the correction bias, as 16 hex digits; all
         ranks call it.
@@ -247,7 +280,7 @@ class PolicyWeights(nn.Module):
         """
         if self._shards is not None:
             return f"{self._shards.hash():016x}"
-        return f"{combine(_hash(*one) for one in self.export('float32')):016x}"
+        return f"{combine(_hash(name, self._master(name)) for name in self._specs):016x}"
 
 
 def _transformers_model(config: ModelConfig) -> Any:

@@ -77,7 +77,8 @@ class RankGroup:
         self.mesh: RankMesh | None = None
         """How the ranks share the policy; None: there is one."""
         if size > 1:
-            self.mesh = RankMesh.of(rank, size, ep=ep, cp=cp, device=self.device)
+            timeout = timedelta(seconds=timeout_s)
+            self.mesh = RankMesh.of(rank, size, ep=ep, cp=cp, device=self.device, timeout=timeout)
 
     @property
     def num_sharers(self) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from m3rl.grpo.loss import LossSettings
+from m3rl.index_alignment import IndexLossSettings
+from m3rl.lora.settings import LoraSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,11 @@ class RankSettings:
     device: Literal["cpu", "cuda"] = "cpu"
     replay_blocks: bool = False
     activation_checkpointing: bool = False
+    lora: LoraSettings | None = None
+    """Train adapters alone; None: all weights."""
+    index_loss: IndexLossSettings = field(default_factory=IndexLossSettings)
+    index_drift_every: int = 0
+    """Optimizer steps between measurements of how far the choice of blocks has moved; 0: none."""
     ep: int = 1
     """Ranks that split the experts."""
     cp: int = 1

@@ -12,6 +12,12 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from m3rl.errors import M3rlError
+
+
+class RendezvousError(M3rlError):
+    """There is no store where members could meet."""
+
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
@@ -28,17 +34,27 @@ class Meeting:
         """The meeting's own part of the store, of which every member is a client.
 
         Raises:
-            RuntimeError: nobody listens.
+            RendezvousError: nobody listens.
         """
         timeout = timedelta(seconds=self.timeout_s)
-        return PrefixStore(self.key, TCPStore(self.host, self.port, None, False, timeout))
+        try:
+            store = TCPStore(self.host, self.port, None, False, timeout)
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"nobody listens on {self.host}:{self.port} within {self.timeout_s:g} s: {error}"
+            ) from error
+        return PrefixStore(self.key, store)
 
 
 class Rendezvous:
     """The driver's store where groups meet; it outlives all their members."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
-        """Listen on a free port of `host`, an address of this machine that members can reach."""
+        """Listen on a free port of `host`, an address of this machine that members can reach.
+
+        Raises:
+            RendezvousError: that cannot be.
+        """
         self.host = host
         # A socket of the address's own family: behind the dual-stack one that TCPStore opens, IPv4
         # peers look like ::ffff:1.2.3.4, and it asks the name server about each of them.
@@ -47,15 +63,20 @@ class Rendezvous:
         self.port = int(listener.getsockname()[1])
         self._timeout_s = timeout_s
         self._numbers = itertools.count()
-        self._store = TCPStore(
-            host,
-            self.port,
-            None,
-            True,
-            timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        try:
+            self._store = TCPStore(
+                host,
+                self.port,
+                None,
+                True,
+                timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"no store on {host}:{self.port} within {timeout_s:g} s: {error}"
+            ) from error
 
     def new_meeting(self) -> Meeting:
         """Apart from all others, so that nobody finds what members of an earlier one have left."""

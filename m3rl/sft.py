@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from inference.config import ModelConfig
+
 from m3rl import checkpoint
 from m3rl.assemble import rank_settings
 from m3rl.config import Config, ConfigError
-from m3rl.data import PromptStream, load_data
+from m3rl.data import Data, PromptStream, load_data
 from m3rl.errors import M3rlError
 from m3rl.jobs import measure
 from m3rl.launch import TrainerRanks
@@ -55,6 +57,7 @@ def sft(config: Config) -> int:
 def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> None:
     chat = ChatFormat.load(config.find(config.model.path))
     data = load_data(config, chat)
+    _check_lengths(config, chat, data)
     stream = PromptStream(data.train, seed=config.sft.seed, shuffle=config.data.shuffle)
     held_out = None
     if config.sft.target_accuracy is not None:
@@ -75,6 +78,7 @@ def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> 
     progress = Progress(config.sft.steps, step)
     exit_code = 1
     try:
+        _check_skipped(config, skipped)  # a run that was stopped stays so
         is_done = line is not None and _reached_target(config, line)
         if is_done or step >= config.sft.steps:
             logger.info("nothing is left to train; the model is written and measured again")
@@ -107,17 +111,21 @@ def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> 
             writer.log(step, record | watch.record())
             shown = ("sft/loss", "sft/greedy_accuracy")
             progress.update({key: record[key] for key in shown if key in record})
-            if skipped > config.train.max_skipped_updates:
-                raise M3rlError(
-                    f"{skipped:.0f} steps were skipped for a loss or gradient that is not finite; "
-                    f"train.max_skipped_updates={config.train.max_skipped_updates}. A lower sft.lr "
-                    "is the usual cure"
-                )
+            _check_skipped(config, skipped)
         ranks.all("save_model", output, "float32")
         exit_code = 0
     finally:
         progress.close()
         writer.finish(exit_code)
+
+
+def _check_skipped(config: Config, skipped: float) -> None:
+    if skipped > config.train.max_skipped_updates:
+        raise M3rlError(
+            f"{skipped:.0f} steps were skipped for a loss or gradient that is not finite; "
+            f"train.max_skipped_updates={config.train.max_skipped_updates}. A lower sft.lr is the "
+            "usual cure"
+        )
 
 
 def _reached_target(config: Config, record: dict[str, Any]) -> bool:
@@ -150,6 +158,26 @@ def _restore(
     stream.restore(found.state["stream"])
     logger.info("resumed from step %d (%s)", found.step, found.path)
     return found.step, found.state["metrics"]
+
+
+def _check_lengths(config: Config, chat: ChatFormat, data: Data) -> None:
+    """Every row must be one that a rank can compute, before a rank starts."""
+    micro = config.policy.micro_batch_tokens
+    model = ModelConfig.from_pretrained(config.find(config.model.path)).max_position_embeddings
+    sets = {"data.train": (data.train, len(data.train))}
+    if data.eval is not None and config.sft.target_accuracy is not None:
+        sets["data.eval"] = data.eval, min(config.eval.num_prompts, len(data.eval))
+    for key, (prompts, count) in sets.items():
+        tokens = [sum(map(len, answered(chat, prompts.prompt(i, i)))) for i in range(count)]
+        num_long = sum(length > min(micro, model) for length in tokens)
+        if num_long:
+            longest = int(np.argmax(tokens))
+            raise ConfigError(
+                f"{key}: {num_long} of {count} items are longer with their answer than a rank can "
+                f"compute (policy.micro_batch_tokens={micro}, max_position_embeddings={model} of "
+                f"the model); the longest, {prompts.source(longest)}, has {tokens[longest]} "
+                "tokens: raise policy.micro_batch_tokens, or leave them out"
+            )
 
 
 def answered(chat: ChatFormat, prompt: Prompt) -> tuple[np.ndarray, np.ndarray]:

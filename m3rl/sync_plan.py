@@ -6,11 +6,11 @@ Enters the runtime for its layouts: the name map and the split over ranks. Impor
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 from inference.config import ConfigError, EngineConfig, ModelConfig
 from inference.memory import plan_memory
@@ -20,7 +20,7 @@ from inference.parallel.shards import runtime_shards
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.layout import whole
 from m3rl.weight_sync.simulate import Links, Projection, simulate
-from m3rl.weight_sync.trainer_layout import TrainerShards, trainer_layouts
+from m3rl.weight_sync.trainer_layout import TrainerShards, parameters_of, trainer_layouts
 
 LINKS = Links()
 
@@ -49,16 +49,6 @@ class SyncSetting:
             ConfigError, LayoutError, PlanError: it cannot be split so.
         """
         return _project(self)
-
-    def with_shards(self, num_ranks: int | None = None) -> SyncSetting:
-        """The same with FSDP over all trainer ranks, the experts split inside each node.
-
-        Args:
-            num_ranks: of the trainer; None: as many as there are.
-        """
-        world = self.trainer.world if num_ranks is None else num_ranks
-        trainer = TrainerShards(world, ep=math.gcd(world, LINKS.gpus_per_node))
-        return dataclasses.replace(self, trainer=trainer)
 
 
 @cache
@@ -97,6 +87,38 @@ def one_layer_of_each_kind(model: ModelConfig) -> tuple[ModelConfig, dict[str, i
     return small, {f"layer.{i}": count for i, count in enumerate(kinds.values())}
 
 
+class Parameter(NamedTuple):
+    """Of the trainer's model, transformers' name; or a buffer."""
+
+    name: str
+    bucket: str
+    shape: tuple[int, ...]
+    is_experts: bool
+    """Whether it stacks a layer's experts."""
+    is_fp32: bool
+    times: int
+    """Layers that have one."""
+
+
+@cache
+def trainer_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+    """Those of one layer of each kind, and of what is no layer."""
+    small, repeats = one_layer_of_each_kind(model)
+    slots, places = published_layout(small, "bfloat16"), transformers_placement(small)
+    first = {places[slot.name].param: slot for slot in reversed(slots)}
+    return tuple(
+        Parameter(
+            name,
+            first[name].bucket,
+            shape,
+            is_experts,
+            first[name].dtype == "float32",
+            repeats.get(first[name].bucket, 1),
+        )
+        for name, (shape, is_experts) in parameters_of(slots, places).items()
+    )
+
+
 def published_layout(model: ModelConfig, dtype: str) -> list[TensorSlot]:
     """Every published tensor, whole, as it is sent."""
     return [_slot(spec, dtype) for spec in published_tensors(model)]
@@ -122,23 +144,21 @@ def runtime_layout(
     return slots
 
 
-def sharded(setting: SyncSetting, num_gpus: int, gpu_bytes: int) -> SyncSetting | None:
-    """A way to use so many GPUs for a model that one cannot hold; None if no replica fits.
+def replicas_on(setting: SyncSetting, num_gpus: int, gpu_bytes: int) -> SyncSetting | None:
+    """As many replicas as so many GPUs hold, or None where not one fits.
 
-    Half of them train, with FSDP and the experts split inside each node; the others are replicas
-    as they are split now or, where that does not fit, with data-parallel attention, each on the
-    fewest GPUs (a power of two) that hold it. Whether the trainer's shards fit is not looked at.
+    They are split as they are now or, where that does not fit, with data-parallel attention, each
+    on the fewest GPUs (a power of two) that hold it.
     """
-    half = num_gpus // 2
-    for parallel in (setting.replica, *_expert_parallel(half)):
-        if parallel.world > half:
+    for parallel in (setting.replica, *_expert_parallel(num_gpus)):
+        if parallel.world > num_gpus:
             continue
         try:
             plan_memory(setting.model, setting.engine, parallel, gpu_bytes=gpu_bytes)
         except ConfigError:
             continue  # it does not divide, or is too large still
         return dataclasses.replace(
-            setting.with_shards(half), replica=parallel, num_replicas=half // parallel.world
+            setting, replica=parallel, num_replicas=num_gpus // parallel.world
         )
     return None
 

@@ -6,16 +6,15 @@ metrics on all of them.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from m3rl.checkpoint import MODEL_FILES, CheckpointError, write_model_directory
+from m3rl.block_drift import BlockDrift
+from m3rl.checkpoint import CheckpointError, read_model_files, write_model_directory
 from m3rl.grpo.batch import plan_micro_batches, sharding_metrics, split_minibatches
 from m3rl.grpo.loss import (
     LossInputs,
@@ -27,10 +26,12 @@ from m3rl.grpo.loss import (
     over_steps,
 )
 from m3rl.grpo.micro import MicroBatch
-from m3rl.grpo.mismatch import mismatch_metrics
 from m3rl.grpo.replay import ChoiceStats, record_of
+from m3rl.index_alignment import IndexLoss
+from m3rl.lora.policy import policy_of
+from m3rl.observed import Observed
 from m3rl.optimizer import Optimizer
-from m3rl.policy import Policy
+from m3rl.policy import Forward, Policy
 from m3rl.rank_group import RankGroup, deterministic
 from m3rl.rank_settings import RankSettings
 from m3rl.rank_state import load_rank_state, save_rank_state
@@ -38,16 +39,6 @@ from m3rl.types import TrainBatch
 
 LossOf = Callable[[MicroBatch, Tensor, Tensor], LossOutput]
 """(micro-batch, logprobs and entropy of its trained tokens) -> its part of the step's loss."""
-
-
-@dataclass(slots=True)
-class _Observed:
-    """What forward passes at the weights before the first step of an update showed on this rank."""
-
-    rows: np.ndarray
-    """Rows of the batch, over all ranks, that were looked at."""
-    logprobs_BS: np.ndarray
-    stats: ChoiceStats
 
 
 class TrainRank:
@@ -105,18 +96,18 @@ class TrainRank:
     def _begin(self, path: Path, fill: Callable[[Policy], None]) -> int:
         settings = self.settings
         self._model_path = path
-        self.policy = Policy.for_model(
-            path,
-            dtype=settings.dtype,
-            replay_routing=settings.replay_routing,
-            replay_blocks=settings.replay_blocks,
-            activation_checkpointing=settings.activation_checkpointing,
-            mesh=self._group.mesh,
-        )
+        # Read now: if it is a checkpoint of this run, it will be deleted.
+        self._model_files = read_model_files(path) if self.rank == 0 else {}
+        self.policy = policy_of(settings, path, self._group.mesh)
         if self._group.mesh is None:  # else it is there already
             self.policy.to(self.device)
         fill(self.policy)
         self._optimizer = Optimizer(self.policy, settings.optimizer, self._group)
+        self._drift = None
+        if settings.index_drift_every > 0:
+            self._drift = BlockDrift(
+                settings.index_drift_every, self.policy, self._group, self._micro_batches
+            )
         self._reference = self.policy.frozen_copy() if settings.loss.kl_coef > 0 else None
         return self.policy_version
 
@@ -134,18 +125,22 @@ class TrainRank:
             for rows in split_minibatches(len(batch.sample_ids), self.settings.updates_per_batch)
             if batch.loss_mask_BS[rows].any()
         ]
-        before = self.policy.wire_state()
+        before, version = self.policy.wire_state(), self.policy_version
         with deterministic():
+            if self._drift is not None:
+                self._drift.begin(batch)
             old_BS, seen = self._old_logprobs(batch, minibatches)
             steps = []
             for rows in minibatches:
                 looks = seen is None
-                seen = self._observed(batch, rows) if seen is None else seen
+                seen = Observed.nothing(batch, rows, self.policy) if seen is None else seen
                 loss_of = self._grpo_loss_of(batch, rows, old_BS)
                 steps.append(self._step(batch, rows, loss_of, seen if looks else None))
             metrics = over_steps(steps)
             if seen is not None:
-                metrics |= self._observed_metrics(batch, seen)
+                metrics |= seen.metrics(batch, self.policy, self._group, self.settings)
+            if self._drift is not None:
+                metrics |= self._drift.metrics(version, self.policy_version)
         metrics |= sharding_metrics(
             minibatches, batch.length_B, self._num_shares, self.settings.micro_batch_tokens
         )
@@ -214,9 +209,12 @@ class TrainRank:
         return self.policy.master_hash()
 
     def save(self, path: str | Path) -> None:
-        """Write this rank's part of a checkpoint into `path`; rank 0 makes it a model path too."""
+        """Write this rank's part of a checkpoint into `path`; rank 0 makes it a model path too, or
+        with LoRA a folder that peft reads."""
         path = Path(path)
-        self._write_model(path, "float32")
+        self._write_model(path, None)
+        if self._drift is not None:
+            self._drift.save(path)
         save_rank_state(
             path,
             self.rank,
@@ -241,10 +239,12 @@ class TrainRank:
                 f"{path} is another model than {self._model_path} (their config.json differ); "
                 "resume with the model that the run began with"
             )
-        self.policy.load(path)
+        self.policy.load_trained(path)
         self._optimizer.num_steps = load_rank_state(
             path, self.rank, self._group.size, self._optimizer.allocate(), ep=self.settings.ep
         )
+        if self._drift is not None:
+            self._drift.load(path, self.policy_version)
         return self.policy_version
 
     def save_model(self, path: str | Path, dtype: str = "float32") -> None:
@@ -258,14 +258,15 @@ class TrainRank:
         else:
             self._write_model(Path(path), dtype)
 
-    def _write_model(self, path: Path, dtype: str) -> None:
-        """Rank 0 writes; the others give it what they own."""
-        self.policy.save(path, dtype)
-        if self.rank != 0:
-            return
-        for name in MODEL_FILES:
-            if (self._model_path / name).exists():
-                shutil.copyfile(self._model_path / name, path / name)
+    def _write_model(self, path: Path, dtype: str | None) -> None:
+        """Rank 0 writes all weights, or with None what was trained; the others give it what they
+        own."""
+        if dtype is None:
+            self.policy.save_trained(path, self._model_path)
+        else:
+            self.policy.save(path, dtype)
+        for name, content in self._model_files.items():  # of rank 0
+            (path / name).write_bytes(content)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -273,7 +274,7 @@ class TrainRank:
 
     def _old_logprobs(
         self, batch: TrainBatch, minibatches: list[np.ndarray]
-    ) -> tuple[np.ndarray | None, _Observed | None]:
+    ) -> tuple[np.ndarray | None, Observed | None]:
         """π_old of the batch, and what was seen if that took forward passes of their own.
 
         None for π_old: the one step's own forward pass is at the old weights.
@@ -312,15 +313,18 @@ class TrainRank:
         return self._forward(self._reference, batch, micro, None)[0]
 
     def _step(
-        self, batch: TrainBatch, rows: np.ndarray, loss_of: LossOf, seen: _Observed | None
+        self, batch: TrainBatch, rows: np.ndarray, loss_of: LossOf, seen: Observed | None
     ) -> dict[str, float]:
         """One optimizer step on `rows` by all ranks; notes in `seen` what the forwards showed."""
         totals = LossTotals()
         for micro in self._share_of(batch, rows):
             stats = None if seen is None else seen.stats
-            logprobs_T, entropy_T = self._forward(self.policy, batch, micro, stats)
+            index_loss = self._index_loss(batch, rows, micro)
+            logprobs_T, entropy_T = self._forward(self.policy, batch, micro, stats, index_loss)
             output = loss_of(micro, logprobs_T, entropy_T)
             self._group.accelerator.backward(output.loss * float(self._speaks))
+            if index_loss is not None:  # each rank has it of its own tokens
+                totals.add(LossTotals(sums=index_loss.metrics()))
             if not self._speaks:
                 continue
             totals.add_output(output)
@@ -329,15 +333,15 @@ class TrainRank:
         totals = self._group.total(totals)
         return totals.metrics() | self._optimizer.step(totals.loss)
 
-    def _logprobs_of(self, policy: Policy, batch: TrainBatch) -> np.ndarray:
+    def _logprobs_of(self, policy: Forward, batch: TrainBatch) -> np.ndarray:
         rows = np.arange(len(batch.sample_ids))
         with deterministic():
             return self._group.sum_array(self._look(policy, batch, [rows]).logprobs_BS)
 
     @torch.no_grad()
-    def _look(self, policy: Policy, batch: TrainBatch, minibatches: list[np.ndarray]) -> _Observed:
+    def _look(self, policy: Forward, batch: TrainBatch, minibatches: list[np.ndarray]) -> Observed:
         """Forward passes alone, in the micro-batches that the steps will have."""
-        seen = self._observed(batch, np.concatenate(minibatches))
+        seen = Observed.nothing(batch, np.concatenate(minibatches), self.policy)
         for rows in minibatches:
             for micro in self._share_of(batch, rows):
                 logprobs_T, _ = self._forward(policy, batch, micro, seen.stats)
@@ -345,29 +349,14 @@ class TrainRank:
                     micro.put(logprobs_T, seen.logprobs_BS)
         return seen
 
-    def _observed(self, batch: TrainBatch, rows: np.ndarray) -> _Observed:
-        config = self.policy.config
-        stats = ChoiceStats.zeros(len(config.moe_layers), config.num_local_experts, self.device)
-        return _Observed(rows, np.zeros(batch.ids_BS.shape, np.float32), stats)
-
-    def _observed_metrics(self, batch: TrainBatch, seen: _Observed) -> dict[str, float]:
-        mask_RS = batch.loss_mask_BS[seen.rows]
-        trainer_BS = self._group.sum_array(seen.logprobs_BS)
-        stats = ChoiceStats(
-            self._group.sum(seen.stats.load_LE), self._group.sum(seen.stats.totals_23)
-        )
-        return (
-            mismatch_metrics(
-                trainer_BS[seen.rows][mask_RS],
-                batch.behaviour_logprobs_BS[seen.rows][mask_RS],
-                cap=self.settings.loss.importance_cap,
-            )
-            | stats.metrics(
-                replays_experts=self.settings.replay_routing,
-                replays_blocks=self.settings.replay_blocks,
-            )
-            | {"m3/correction_bias_abs_max": self.policy.correction_bias_abs_max()}
-        )
+    def _index_loss(
+        self, batch: TrainBatch, rows: np.ndarray, micro: MicroBatch
+    ) -> IndexLoss | None:
+        settings = self.settings.index_loss
+        if settings.coef == 0:
+            return None
+        length_B = batch.length_B
+        return IndexLoss(settings, float(length_B[rows].sum()), int(length_B[micro.rows].sum()))
 
     def _share_of(self, batch: TrainBatch, rows: np.ndarray) -> Iterator[MicroBatch]:
         return self._micro_batches(rows, batch.ids_BS, batch.length_B, batch.loss_mask_BS)
@@ -385,7 +374,12 @@ class TrainRank:
             yield MicroBatch.of(mine, ids_BS, length_B, mask_BS, self.device, **sharing)
 
     def _forward(
-        self, policy: Policy, batch: TrainBatch, micro: MicroBatch, stats: ChoiceStats | None
+        self,
+        policy: Forward,
+        batch: TrainBatch,
+        micro: MicroBatch,
+        stats: ChoiceStats | None,
+        index_loss: IndexLoss | None = None,
     ) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = policy(
             micro.ids_T,
@@ -394,6 +388,7 @@ class TrainRank:
             temperature=batch.temperature,
             record=record_of(batch, micro, self.policy.config),
             stats=stats if len(micro.rows) else None,
+            index_loss=index_loss,
             entropy_grad=self.settings.loss.entropy_coef > 0,
         )
         return result

@@ -134,6 +134,8 @@ class Trainer:
         progress = Progress(self._config.train.steps, self._step)
         exit_code = 1
         try:
+            if resume_line is not None:  # a run that was stopped stays so
+                self._check_health(resume_line)
             self._ranks.make_senders()
             self._connect()
             self._sync_weights()
@@ -178,16 +180,18 @@ class Trainer:
         return dict(state["metrics"])
 
     def _load_reference(self) -> None:
-        """Ranks begin with the run's initial weights where a KL term needs them, else anywhere."""
+        """Ranks begin with the run's initial weights where a KL term or adapters need them, else
+        anywhere."""
         assert self._found is not None, "only a resumed run has a reference to find again"
-        if self._config.grpo.kl.coef == 0:
+        if self._config.grpo.kl.coef == 0 and self._config.policy.lora is None:
             self._ranks.all("load_initial", str(self._found.path))
             return
         self._ranks.all("load_initial", self._model_path)
         if self._ranks.all("master_hash")[0] != self._initial_hash:
             raise ConfigError(
                 f"model.path={self._model_path}: the weights there are not those that the run "
-                "began with, and grpo.kl.coef > 0 needs them as its reference; restore them"
+                "began with, and grpo.kl.coef > 0 needs them as its reference, policy.lora as the "
+                "base of its adapters; restore them"
             )
 
     def _train_step(self, writer: MetricsWriter, progress: Progress) -> None:
@@ -324,7 +328,7 @@ class Trainer:
                 f"and policy/ratio_max in {where}; a lower optimizer.lr is the usual cure"
             )
         mismatch = record.get("mismatch/logprob_abs_diff_mean", 0.0)
-        if options.max_mismatch is not None and mismatch > options.max_mismatch:
+        if options.max_mismatch is not None and not mismatch <= options.max_mismatch:
             raise TrainingError(
                 f"trainer and runtime differ by {mismatch:.3g} on average in the log-probability "
                 f"of the same tokens at the same weights; train.max_mismatch={options.max_mismatch}"

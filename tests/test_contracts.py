@@ -17,6 +17,7 @@ DOORS = {
         "inference.kernels.packing",
         "inference.kernels.dispatch",
     ),
+    "m3rl/index_alignment.py": ("inference.kernels.index_alignment",),
     "m3rl/parallel/": ("inference.kernels", "inference.models.weights", "inference.config"),
     "m3rl/lora/": ("inference.kernels", "inference.models.weights", "inference.config"),
     "m3rl/weight_sync/": (
@@ -27,7 +28,7 @@ DOORS = {
         "inference.kernels.tensor_hash",
     ),
     "m3rl/rollout/m3_ranks.py": ("inference.parallel",),
-    "m3rl/plan.py": ("inference.config", "inference.memory", "inference.parallel.config"),
+    "m3rl/plan": ("inference.config", "inference.memory", "inference.parallel.config"),
     "m3rl/sync_plan.py": (
         "inference.config",
         "inference.memory",

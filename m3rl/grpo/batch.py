@@ -246,15 +246,20 @@ def sharding_metrics(
     minibatches: Sequence[np.ndarray], length_B: np.ndarray, num_ranks: int, max_tokens: int
 ) -> dict[str, float]:
     """`perf/padding_frac`: share of computed tokens that are no row's (the one token of an empty
-    micro-batch); `perf/seqlen_imbalance`: tokens of the busiest rank over the mean."""
-    num_empty, tokens_R = 0, np.zeros(num_ranks)
+    micro-batch); `perf/rank_wait_frac`: share of the ranks' time that they wait for the one with
+    the most tokens in a micro-batch, as if time were tokens; `perf/seqlen_imbalance`: tokens of the
+    busiest rank over the mean."""
+    num_empty, paced, tokens_R = 0, 0, np.zeros(num_ranks)
     for rows in minibatches:
-        for rank, packed in enumerate(plan_micro_batches(rows, length_B, num_ranks, max_tokens)):
-            tokens_R[rank] += sum(length_B[micro].sum() for micro in packed)
-            num_empty += sum(not len(micro) for micro in packed)
+        plan = plan_micro_batches(rows, length_B, num_ranks, max_tokens)
+        tokens_RK = np.array([[length_B[micro].sum() for micro in packed] for packed in plan])
+        tokens_R += tokens_RK.sum(1)
+        paced += int(tokens_RK.max(0).sum())
+        num_empty += sum(not len(micro) for packed in plan for micro in packed)
     if not tokens_R.any():
         return {}
     return {
+        "perf/rank_wait_frac": float(1 - tokens_R.sum() / (num_ranks * paced)),
         "perf/padding_frac": float(num_empty / (num_empty + tokens_R.sum())),
         "perf/seqlen_imbalance": float(tokens_R.max() / tokens_R.mean()),
     }

@@ -10,7 +10,8 @@ Three policies, on the tokens the rollout sampled (`T`, all rows of a micro-batc
     L = Σ w · l / denominator       over the tokens of all micro-batches and ranks
 
 With π_old = μ ("behaviour") ρ is exactly 1 and the correction f does nothing; the ratio r then
-carries the mismatch, and correcting for it again would count it twice.
+carries the mismatch, and correcting for it again would count it twice. The plain policy gradient
+has no r: with it nothing corrects.
 
     aggregation      w                       denominator
     token_mean       1                       trained tokens                          (DAPO)
@@ -23,7 +24,9 @@ however the rows were packed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Literal
 
 import numpy as np
@@ -166,7 +169,7 @@ class LossTotals:
         for name, value in other.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         for name, value in other.maxima.items():
-            self.maxima[name] = max(self.maxima.get(name, value), value)
+            self.maxima[name] = _larger(self.maxima.get(name, value), value)
 
     def add_output(self, output: LossOutput) -> None:
         sums = {name: float(value) for name, value in output.sums.items()}
@@ -285,10 +288,15 @@ def over_steps(steps: list[dict[str, float]]) -> dict[str, float]:
         if name == "optim/update_skipped":
             metrics[name] = sum(values)
         elif name.endswith("_max"):
-            metrics[name] = max(values)
+            metrics[name] = reduce(_larger, values)
         else:
             metrics[name] = sum(values) / len(values)
     return metrics
+
+
+def _larger(a: float, b: float) -> float:
+    """The maximum; NaN if either is, whereas `max` would keep the first."""
+    return a if a > b or math.isnan(a) else b
 
 
 def cross_entropy(logprobs_T: Tensor, denominator: float) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -172,6 +172,16 @@ def _lay_out(
         start += length
     ids_LTX = np.ascontiguousarray(ids_TLX.swapaxes(0, 1))
     return RecordedChoices(send(ids_LTX, device).int(), send(is_recorded_T, device))
+
+
+class ChoiceObserver(Protocol):
+    """Is told what the layers of forward passes choose; see `ChoiceStats`."""
+
+    def add_experts(
+        self, layer: int, own_TA: Tensor, used_TA: Tensor, record: RecordedChoices | None
+    ) -> None: ...
+
+    def add_blocks(self, layer: int, own_TKB: Tensor, record: RecordedChoices | None) -> None: ...
 
 
 @dataclass(slots=True)

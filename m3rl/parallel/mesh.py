@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,13 @@ class RankMesh:
     """The ranks that compute one packed row. None: each its own."""
 
     @classmethod
-    def of(cls, rank: int, size: int, *, ep: int, cp: int, device: torch.device) -> RankMesh:
+    def of(
+        cls, rank: int, size: int, *, ep: int, cp: int, device: torch.device, timeout: timedelta
+    ) -> RankMesh:
         """Called by all ranks, once the default process group stands.
+
+        Args:
+            timeout: how long a collective of a part of the ranks waits for the others.
 
         Raises:
             ValueError: `ep` or `cp` does not divide the ranks.
@@ -50,6 +56,9 @@ class RankMesh:
             by_expert = init_device_mesh(kind, (size // ep, ep), mesh_dim_names=("same", "group"))
         if cp > 1:
             by_row = init_device_mesh(kind, (size // cp, cp), mesh_dim_names=("share", "place"))
+        for mesh in (by_expert, by_row):
+            for group in () if mesh is None else mesh.get_all_groups():
+                _set_timeout(group, timeout)
         return cls(
             rank=rank,
             split=TrainerShards(size, ep=ep),
@@ -85,3 +94,8 @@ class RankMesh:
         total = values.to(self.device, copy=True)
         dist.all_reduce(total)
         return total
+
+
+def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """A mesh makes its groups with torch's own timeout, whatever the default group has."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)

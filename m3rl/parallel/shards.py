@@ -95,7 +95,7 @@ class Shards:
                 self.memory[name] = sharded.to_local()
             else:
                 self._replicated[name] = tensor.detach()
-                self.memory[name] = _cut(tensor.detach(), self._region(name, self.mesh.rank))
+                self.memory[name] = _cut(tensor.detach(), self.region(name, self.mesh.rank))
 
     def shape(self, param: str) -> tuple[int, ...]:
         """Of all of a parameter or buffer, by transformers' name."""
@@ -107,7 +107,7 @@ class Shards:
         if param in self._replicated:
             self._replicated[param].copy_(values)
         else:
-            self.memory[param].copy_(_cut(values, self._region(param, self.mesh.rank)))
+            self.memory[param].copy_(_cut(values, self.region(param, self.mesh.rank)))
 
     @torch.no_grad()
     def put_published(self, name: str, values: Tensor) -> None:
@@ -170,7 +170,7 @@ class Shards:
     def _hashes(self) -> Iterator[int]:
         for name, slot in self._slots.items():
             if len(slot.shape) == 1:  # rows are columns here, and cut: together on rank 0
-                tensor = self.gathered(name, next(iter(self.memory.values())).dtype)
+                tensor = self.gathered(name, self.memory[self._param(name)].dtype)
                 if tensor is not None:
                     yield tensor_hash(tensor, name=name, unit=unit_of(tensor.dtype, slot.shape))
             elif name in self._parts:
@@ -187,7 +187,7 @@ class Shards:
         """Ranks that own a part of a published tensor, ascending, and which."""
         place = self._places[name]
         for rank in range(self.mesh.size):
-            region = self._region(place.param, rank)
+            region = self.region(place.param, rank)
             part: Part | None = None if region is None else part_of(region, place.index)
             if part is not None:
                 yield rank, part.bounds
@@ -195,7 +195,8 @@ class Shards:
     def _param(self, name: str) -> str:
         return self._places[name].param
 
-    def _region(self, param: str, rank: int) -> Bounds | None:
+    def region(self, param: str, rank: int) -> Bounds | None:
+        """The rectangle of a parameter or buffer, transformers' name, that a rank owns."""
         shape, is_experts = self._parameters[param]
         return held_region(shape, is_experts, self.mesh.split, rank)
 

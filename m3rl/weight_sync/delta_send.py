@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.kernels.changed_values import BITS, PLACE_DTYPE, ChangedTable
+from inference.kernels.changed_values import BITS, PLACE_DTYPE, ChangedTable, num_tiles
 from inference.kernels.copy_table import CopyTable
 from inference.kernels.mxfp8 import tensors_of
-from m3rl.weight_sync.delta import Delta, DeltaMessage, planes
+from m3rl.weight_sync.delta import ITEMS, Delta, DeltaMessage, planes
 from m3rl.weight_sync.errors import RefusedError
 from m3rl.weight_sync.lane import Lane
 from m3rl.weight_sync.plan import CopyOp
@@ -46,8 +46,9 @@ class Packed(NamedTuple):
 class Snapshot:
     """What the receivers of a share hold, and the difference of the present weights to it.
 
-    A rectangle that several workers hold is kept and compared once. One thread at a time, but for
-    `send`. Where the memory for it is not to be had it is of no sync, and `compare` says why.
+    A rectangle that several workers hold is kept and compared once; one that never changes
+    (`Weights.fixed`) is neither. One thread at a time, but for `send`. Where the memory for it is
+    not to be had it is of no sync, and `compare` says why.
     """
 
     def __init__(self, ops: Sequence[CopyOp], weights: Weights) -> None:
@@ -107,10 +108,8 @@ class Snapshot:
         with torch.no_grad(), self._lane.entered():
             held.quantizer.reset()
             found = {
-                item: torch.empty(
-                    table.first_tiles[-1], dtype=torch.int32, device=self._weights.device
-                )
-                for item, table in held.tables.items()
+                item: torch.zeros(num_tiles, dtype=torch.int32, device=self._weights.device)
+                for item, num_tiles in held.num_tiles.items()
             }
             for number in range(len(held.batches)):
                 held.load(number)
@@ -207,7 +206,8 @@ class Snapshot:
             held = self._held = self._held or _Held(self._ops, self._weights)
             for number, (first, last) in enumerate(held.batches):
                 held.load(number)
-                held.copies.launch(held.first_plane[first], held.first_plane[last])
+                if held.copies is not None:
+                    held.copies.launch(held.first_plane[first], held.first_plane[last])
             self._lane.drain(math.inf)
 
     def _message(self, message: DeltaMessage) -> Tensor:
@@ -232,12 +232,16 @@ class _Held:
 
     def __init__(self, ops: Sequence[CopyOp], weights: Weights) -> None:
         self._weights = weights
+        self._ops = ops
         keys = [(op.name, op.bounds, op.storage, op.grain) for op in ops]
-        distinct = dict(zip(keys, ops, strict=True))
+        distinct = {
+            key: op for key, op in zip(keys, ops, strict=True) if op.name not in weights.fixed
+        }
         # As they are stored.
         self._parts = [dataclasses.replace(op, wire=op.storage) for op in distinct.values()]
         numbers = {key: i for i, key in enumerate(distinct)}
-        self._part_of = [numbers[key] for key in keys]
+        self._part_of = [numbers.get(key, -1) for key in keys]
+        """Of each op; -1: it never changes."""
         views = [_view(op, weights) for op in self._parts]
         self._staged = {i for i, view in enumerate(views) if view is None}
         self.batches = list(_batches(self._parts, self._staged))
@@ -261,25 +265,34 @@ class _Held:
 
     def changed(self, tiles: Mapping[int, np.ndarray]) -> np.ndarray:
         """Changes of each op of the share, [ops, 2] int64, from those of each tile by table."""
-        changed = np.zeros((len(self._parts), 2), np.int64)
-        for item, each in tiles.items():
-            ends = np.concatenate([[0], each.cumsum(dtype=np.int64)])[self.tables[item].first_tiles]
+        changed = np.zeros((len(self._parts) + 1, 2), np.int64)
+        for item, table in self.tables.items():
+            ends = np.concatenate([[0], tiles[item].cumsum(dtype=np.int64)])[table.first_tiles]
             changed[tuple(np.array(self._planes[item]).T)] = np.diff(ends)
         return changed[self._part_of]
 
     def tiles_of(self, item: int, ops: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Tiles of ops in the table of an element size, neighbours as one range."""
-        first_of, first_tiles = self._first_of[item], self.tables[item].first_tiles
+        """Tiles of ops in the table of an element size, or behind it, neighbours as one range."""
         begin = end = 0
         for i in ops:
-            part = self._part_of[i]
-            first, last = (first_tiles[int(first_of[part + by])] for by in (0, 1))
+            first, last = self._tiles(item, i)
             if first != end:
                 if begin != end:
                     yield begin, end
                 begin = first
             end = last
         yield begin, end
+
+    def _tiles(self, item: int, i: int) -> tuple[int, int]:
+        """Of an op. Behind those of the table are as many in which nothing changes as the largest
+        fixed op has."""
+        part, end = self._part_of[i], self._ends[item]
+        if part < 0:
+            return end, end + _tiles_of(self._ops[i], item)
+        if item not in self.tables:
+            return end, end
+        first_of, first_tiles = self._first_of[item], self.tables[item].first_tiles
+        return first_tiles[int(first_of[part])], first_tiles[int(first_of[part + 1])]
 
     def _lay_out_tables(self, views: Sequence[Tensor | None]) -> None:
         """Lay out, by element size, what is compared: (now, before) of all planes."""
@@ -302,12 +315,28 @@ class _Held:
                 everything.append(pair)
         self.first_plane.append(len(everything))
         self.tables = {item: ChangedTable(each) for item, each in pairs.items()}
-        self.copies = CopyTable(everything)
+        self.copies = CopyTable(everything) if everything else None
+        fixed = [op for op, part in zip(self._ops, self._part_of, strict=True) if part < 0]
+        behind = {item: max((_tiles_of(op, item) for op in fixed), default=0) for item in ITEMS}
+        self._ends = dict.fromkeys(ITEMS, 0) | {
+            item: table.first_tiles[-1] for item, table in self.tables.items()
+        }
+        self.num_tiles = {
+            item: self._ends[item] + behind[item]
+            for item in ITEMS
+            if item in self.tables or behind[item]
+        }
+        """In the table of an element size, and behind it."""
         self._first_of: dict[int, np.ndarray] = {
             item: np.searchsorted([part for part, _ in each], range(len(self._parts) + 1))
             for item, each in self._planes.items()
         }
         """Of each part its first plane in the table of an element size."""
+
+
+def _tiles_of(op: CopyOp, item: int) -> int:
+    """Tiles of an op's elements of so many bytes."""
+    return sum(num_tiles(count) for size, count in planes(op) if size == item)
 
 
 def _view(op: CopyOp, weights: Weights) -> Tensor | None:

@@ -305,8 +305,9 @@ class IpcTransport(Transport):
         probe = torch.frombuffer(bytearray(secret), dtype=torch.uint8).to(self.device)
         self._reach(self._memory.mark(), deadline)
         (spot,) = self._memory.share([probe])
-        for peer in peers.values():
-            peer.told.add(spot.allocation)
+        for member, peer in peers.items():
+            if member >= self.spec.num_senders:  # trainer ranks map nothing
+                peer.told.add(spot.allocation)
             peer.link.send("probe", spot, secret)
         faults = []
         for member, peer in peers.items():

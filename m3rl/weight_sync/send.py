@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -67,6 +67,7 @@ class Sender:
         read: Callable[[str, Bounds], Tensor],
         *,
         stays: bool = False,
+        fixed: Collection[str] = (),
     ) -> None:
         """
         Args:
@@ -76,12 +77,15 @@ class Sender:
                 a time.
             stays: every read of a rectangle gives the same memory, which holds the present weights:
                 it is read once, and sent without a copy where it is contiguous.
+            fixed: names of tensors that never change: deltas leave them out, and no copy of what
+                was sent is kept of them. They are hashed in every sync like all others.
         """
         check_layout(layout, f"trainer rank {rank}")
         self.rank = rank
         self._layout = tuple(layout)
         self._read = read
         self._stays = stays
+        self._fixed = fixed
         self._links: dict[int, _Link] = {}
         self._hashers: dict[str, SendHashes] = {}
         """By digest of the ops."""
@@ -273,6 +277,7 @@ class Sender:
         finally:
             if not is_complete:
                 transport.close()
+                link.give_up_hashes("the sending failed before it")
 
     def _stream_delta(
         self, agreed: Agreed, delta: Delta, transport: Transport, deadline: Deadline
@@ -316,7 +321,8 @@ class Sender:
     def _weights(self) -> Weights:
         shapes = {slot.name: slot.shape for slot in self._layout}
         # Bound here and not before: what reads may change, so long as it reads the same layout.
-        return Weights(f"trainer rank {self.rank}", shapes, self._read, self._device(), self._stays)
+        owner, device = f"trainer rank {self.rank}", self._device()
+        return Weights(owner, shapes, self._read, device, self._stays, self._fixed)
 
     def _device(self) -> torch.device:
         """Of what `read` gives; asks for the smallest tensor to see."""

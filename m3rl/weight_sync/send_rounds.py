@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +48,8 @@ class Weights:
     """Of what is read."""
     stays: bool
     """Whether each read gives the same memory, which then holds the present weights."""
+    fixed: Collection[str] = ()
+    """Names of tensors that never change."""
 
     def of(self, op: CopyOp) -> Tensor:
         """The op's rectangle. SyncError when it is not what the plan says."""

@@ -265,7 +265,7 @@ def test_keys_that_work_or_were_never_written_are_not_told(tmp_path):
         (["policy.replay_blocks=true"], "policy.replay_blocks: true needs what rollout.capture_b"),
         (
             ["weight_sync.transport=nccl"],
-            "device: cpu keeps those of the replicas in the host's memory; set rollout.backend.device: cuda",
+            "cpu keeps those of the replicas in the host's memory; set rollout.backend.device: cuda",
         ),
         (
             ["weight_sync.delta=true", "weight_sync.verify=false"],

@@ -8,10 +8,9 @@ from inference.config import ModelConfig
 from m3rl.checkpoint_files import weight_problems
 from m3rl.config import ConfigError
 from m3rl.plan import make_plan
-from m3rl.plan_text import H200_BYTES, describe, gpu_table
+from m3rl.plan_text import describe
 from tests.m3rl.run_files import TEXT_CONFIG, config, write_model
 from tests.m3rl.tiny_tokenizer import MARKERS, character_tokenizer, write_tokenizer
-from tests.released_model import released_config
 
 
 @pytest.fixture
@@ -36,29 +35,40 @@ def engine(**options):
 def test_bytes_and_pages_by_hand(tmp_path, model):
     plan = make_plan(config(tmp_path, rollout=engine(num_pages=100), policy={"dtype": "bfloat16"}))
     total = sum(plan.parameters.values())
-    trained = total - plan.parameters["index branch"]
-    assert plan.trainer_bytes == {
-        "FP32 masters": 4 * total,
-        "gradients": 4 * trained,
-        "Adam moments": 8 * trained,
-        "bfloat16 copy": 2 * total,
-    }
+    trained = total - plan.parameters["index branch"] - 4  # nor the bias of the router
     router = 4 * (16 + 1)  # one MoE layer of 4 experts: a row of 16 and a bias each, in FP32
+    assert plan.memory.uses == {
+        "FP32 masters": 4 * total,
+        "AdamW moments": 8 * trained,
+        "weights before an update": 2 * (total - router) + 4 * router,
+        "gradients": 4 * trained,
+    }
     assert sum(plan.replica.weights.values()) == 2 * (total - router) + 4 * router
     assert plan.replica.cache == {
         "KV pages": 100 * 4 * 2 * (2 * 1 * 8) * 2,  # pages, slots, layers, K and V, BF16
         "index pages": 100 * 4 * 1 * 8 * 2,
     }
     assert plan.replica.buffers == {"rope table": 256 * 4 * 4}  # positions, dims, FP32
-    assert plan.tokens_per_step == 4 * 2 * (100 + 12)
+    assert plan.demand.tokens == 4 * 2 * (100 + 12)
     # 100 prompt tokens fill 25 pages shared by a group; 12 more tokens are 3 pages of each
     assert plan.demand_pages == 4 * 25 + 8 * 3
 
 
 def test_with_deltas_ranks_remember_their_share_of_what_was_sent(tmp_path, model):
     options = {"policy": {"dtype": "bfloat16"}, "train": {"num_ranks": 2}}
-    plan = make_plan(config(tmp_path, weight_sync={"delta": True}, **options))
-    assert plan.trainer_bytes["what was sent"] == 2 * sum(plan.parameters.values()) // 2
+    uses = make_plan(config(tmp_path, weight_sync={"delta": True}, **options)).memory.uses
+    assert uses["what was sent"] == uses["weights before an update"]
+    assert "what was sent" not in make_plan(config(tmp_path, **options)).memory.uses
+
+
+def test_a_kl_term_keeps_a_second_copy_and_offloaded_moments_are_the_hosts(tmp_path, model):
+    plain = make_plan(config(tmp_path)).memory
+    found = make_plan(
+        config(tmp_path, grpo={"kl": {"coef": 0.1}}, optimizer={"offload": True})
+    ).memory
+    assert found.uses["reference policy"] == found.uses["FP32 masters"]
+    assert "AdamW moments" not in found.uses
+    assert (found.host_bytes, plain.host_bytes) == (plain.uses["AdamW moments"], 0)
 
 
 def test_demand_counts_only_what_runs_together(tmp_path, model):
@@ -204,102 +214,6 @@ def test_the_description_has_all_sums(tmp_path, model):
     assert "all of a step fits at once" in text
     assert re.search(r"weight sync: (.* KiB) from .*rank, \1 from a mean one .*, \1 to each", text)
     assert "projected" not in text  # no GPU
-
-
-def test_a_sync_between_gpus_is_projected(tmp_path, model):
-    text = describe(make_plan(config(tmp_path, rollout=rollout(**cuda(gpu_memory_gib=139)))))
-    assert re.search(r"projected on H200s: \d+\.\d\d s, floor \d+\.\d\d s, at 50 GB/s a GPU", text)
-
-
-def test_a_sync_that_must_exceed_its_deadline_is_refused(tmp_path, model):
-    sections = {"rollout": rollout(**cuda(gpu_memory_gib=139))}
-    text = refusal(tmp_path, weight_sync={"timeout_s": 1e-6}, **sections)
-    assert "weight_sync.timeout_s: 1e-06" in text
-    assert "is less than a sync takes at the speed of the links, 0.00 s; raise it" in text
-    make_plan(config(tmp_path, weight_sync={"timeout_s": 1}, **sections))
-
-
-def test_chunks_and_deltas_of_the_configuration_are_those_of_the_plan(tmp_path, model):
-    plan = make_plan(config(tmp_path, weight_sync={"chunk_mib": 7, "delta": True}))
-    assert (plan.sync.chunk_bytes, plan.sync.delta) == (7 << 20, True)
-    assert "rounds of 7.0 MiB a worker" in describe(plan)
-
-
-def test_gpus_beyond_the_trainers_are_replicas_and_too_few_are_refused(tmp_path, model):
-    text, works = gpu_table(make_plan(config(tmp_path, train={"num_ranks": 2})), [2, 8])
-    rows = [line.split() for line in text.splitlines()[2:]]
-    assert rows[0][:5] == ["2", "2", "0", "-", "refused:"]
-    assert rows[1][:3] == ["8", "2", "6"]
-    assert rows[1][-1] == "fits"
-    assert "s, floor" in text.splitlines()[3]
-    assert works
-
-
-def test_a_model_that_needs_several_gpus_is_refused_with_its_size(tmp_path, model):
-    (model / "config.json").write_text(json.dumps(released_config() | {"eos_token_id": 200020}))
-    plan = make_plan(config(tmp_path), required=[])
-    assert sum(plan.trainer_bytes.values()) > H200_BYTES
-    text, works = gpu_table(plan, [8, 64])
-    assert not works
-    assert "a trainer rank needs 6.2 TiB and cannot be spread over GPUs yet" in text
-    rows = text.splitlines()[2:]
-    assert re.search(r"8 +1 +7 +- +refused", rows[0])
-    assert re.search(r"1\.\d\d s, floor 1\.16 s \(32 FSDP ranks to 1 replicas of 32\)", rows[1])
-
-
-def cuda(**backend):
-    return {"backend": {"kind": "m3", "device": "cuda", **backend}}
-
-
-def test_a_replica_that_does_not_fit_its_gpu_is_refused_with_what_fits(tmp_path, model):
-    small = 2.25  # GiB, where CUDA alone takes 2
-    pages = cuda(gpu_memory_gib=small, engine={"num_pages": 4_000_000})
-    text = refusal(tmp_path, rollout=rollout(**pages))
-    assert "a GPU of tp=1, ep=1, dp=1 needs 4." in text
-    assert "and has 2.2 GiB: 2." in text
-    assert re.search(r"  KV pages +1\.9 GiB", text)
-    most = int(re.search(r"what fits: num_pages=(\d+) or less", text)[1])
-    fitting = cuda(gpu_memory_gib=small, engine={"num_pages": most})
-    plan = make_plan(config(tmp_path, rollout=rollout(**fitting)))
-    assert f"its GPU has room for {most:,} pages" in describe(plan)
-
-
-def test_a_split_replica_is_planned_by_its_ranks(tmp_path, model):
-    whole = make_plan(config(tmp_path, rollout=rollout(**cuda(gpu_memory_gib=139))))
-    split = cuda(gpu_memory_gib=139, parallel={"tp": 1, "dp": 2})
-    plan = make_plan(config(tmp_path, rollout=rollout(**split)))
-    experts = [each.replica.weights["routed experts"] for each in (plan, whole)]
-    assert experts[0] == experts[1] // 2
-    assert plan.sync.replica.world == len(plan.projection.received_bytes) == 2
-    assert plan.demand_pages < whole.demand_pages
-    assert "one rank of a replica" in describe(plan)
-    rows = gpu_table(plan, [2, 3, 5])[0].splitlines()[-3:]
-    assert "one replica are 3 GPUs" in rows[0]
-    assert [re.search(r"^ +(\d) +1 +(\d)", row).groups() for row in rows[1:]] == [
-        ("3", "1"),
-        ("5", "2"),
-    ]
-
-
-def test_a_replica_that_cannot_be_split_so_is_refused_with_what_can(tmp_path, model):
-    split = {"backend": {"kind": "m3", "parallel": {"tp": 5}}}
-    assert "tp=5 does not divide num_attention_heads" in refusal(tmp_path, rollout=rollout(**split))
-    split = {"backend": {"kind": "m3", "parallel": {"tp": 2, "ep": 3}}}
-    assert "ep=3 does not divide into tp=2, dp=1" in refusal(tmp_path, rollout=rollout(**split))
-
-
-def test_a_gpu_of_unknown_size_is_noticed(tmp_path, model):
-    plan = make_plan(config(tmp_path, rollout=rollout(**cuda())))
-    assert any("rollout.backend.gpu_memory_gib: null" in notice for notice in plan.notices)
-    known = make_plan(config(tmp_path, rollout=rollout(**cuda(gpu_memory_gib=139))))
-    assert not any("gpu_memory_gib" in notice for notice in known.notices)
-    assert gpu_table(known, [2])[0].startswith("GPUs of 139.0 GiB")
-
-
-def test_gpu_memory_of_a_replica_without_a_gpu_is_a_contradiction(tmp_path):
-    cpu = {"backend": {"kind": "m3", "device": "cpu", "gpu_memory_gib": 139}}
-    with pytest.raises(ConfigError, match="device: cpu uses none"):
-        config(tmp_path, rollout=rollout(**cpu))
 
 
 def test_a_run_directory_below_a_file_is_refused(tmp_path, model):

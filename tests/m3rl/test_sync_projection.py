@@ -11,8 +11,8 @@ from m3rl.sync_plan import (
     SyncSetting,
     one_layer_of_each_kind,
     published_layout,
+    replicas_on,
     runtime_layout,
-    sharded,
 )
 from m3rl.weight_sync.layout import as_slots
 from m3rl.weight_sync.trainer_layout import TrainerShards
@@ -80,16 +80,26 @@ def test_with_deltas_replicas_share_one_plan():
     assert turning.balance < alike.balance
 
 
-def test_the_real_model_is_sharded_over_half_of_the_gpus():
+def test_replicas_of_the_real_model_fill_gpus():
     setting = SyncSetting(RELEASED, EngineConfig(dtype="bfloat16", quantization="mxfp8"))
-    assert sharded(setting, 4, H200_BYTES) is None
-    found = sharded(setting, 48, H200_BYTES)
-    assert found.trainer == TrainerShards(24, ep=8)
+    assert replicas_on(setting, 2, H200_BYTES) is None
+    found = replicas_on(setting, 24, H200_BYTES)
     assert (found.replica, found.num_replicas) == (ParallelConfig(1, 4, 4), 6)
-    projection = found.project()
+    split = dataclasses.replace(setting, replica=ParallelConfig(8, 1, 8))
+    found = replicas_on(split, 24, H200_BYTES)
+    assert (found.replica, found.num_replicas) == (ParallelConfig(8, 1, 8), 3)
+    assert replicas_on(split, 6, H200_BYTES).replica == ParallelConfig(1, 4, 4)
+
+
+@pytest.mark.parametrize(("ranks", "ep"), [(24, 8), (16, 16), (48, 4)])
+def test_syncs_of_a_sharded_trainer_are_balanced(ranks, ep):
+    setting = SyncSetting(
+        RELEASED,
+        EngineConfig(dtype="bfloat16", quantization="mxfp8"),
+        TrainerShards(ranks, ep=ep),
+        ParallelConfig(1, 4, 4),
+        6,
+    )
+    projection = setting.project()
     assert projection.balance <= 1.05
     assert projection.seconds <= 1.5 * projection.floor_s
-    split = dataclasses.replace(setting, replica=ParallelConfig(8, 1, 8))
-    found = sharded(split, 48, H200_BYTES)
-    assert (found.replica, found.num_replicas) == (ParallelConfig(8, 1, 8), 3)
-    assert sharded(split, 12, H200_BYTES).replica == ParallelConfig(1, 4, 4)

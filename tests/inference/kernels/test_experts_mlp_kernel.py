@@ -133,7 +133,7 @@ def by_reference(*arguments) -> Tensor:
 
 def agree(found: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
     for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        a, b = a.double(), b.double()
+        a, b = a.double().cpu(), b.double().cpu()
         assert (a - b).norm() <= tolerance * b.norm(), f"tensor {i}"
 
 

@@ -143,10 +143,8 @@ class Pair:
             port = free.getsockname()[1]
         is_nccl = backend != "gloo" and len(set(devices)) == len(devices)
         group = "nccl" if is_nccl else "gloo"
-        joining = [
-            side.call("join", group, rank, len(devices), port)
-            for rank, side in enumerate(self.sides)
-        ]
+        where = len(devices), port
+        joining = [side.call("join", group, i, *where) for i, side in enumerate(self.sides)]
         for call in joining:
             call.result(CALL_S)
         self.num_bytes = 0
@@ -282,14 +280,16 @@ class Pair:
             AssertionError: the replica did not get the trainer's bits.
         """
         for overlapped in (False, True):
-            form = "overlapped" if overlapped else "in turn"
+            self.step()  # or the replica would hold the bits already
             times = self.on_all("packed_broadcast", self.reps, overlapped)
-            self.compare(f"packed broadcast {form}", timing(max(times, key=sum)), ours, floor)
+            name = f"packed broadcast {'overlapped' if overlapped else 'in turn'}"
+            self.compare(name, timing(max(times, key=sum)), ours, floor)
         self.one_call_a_tensor("over pipes", ours, floor)
 
     def one_call_a_tensor(self, way: str, ours: Timing, floor: float) -> None:
         """Record the simplest baseline, whose calls go that way to both sides."""
         times = []
+        self.step()
         for _ in range(3):
             self.replica.call("begin").result(CALL_S)
             begin = time.perf_counter()

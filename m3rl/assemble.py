@@ -3,11 +3,11 @@ and scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from m3rl.completion_metrics import eval_metrics
-from m3rl.config import Config
+from m3rl.config import Config, ConfigError
 from m3rl.config_policy import lora_settings
 from m3rl.data import Data
 from m3rl.grpo.loss import LossSettings
@@ -94,6 +94,20 @@ def num_workers(config: Config) -> int:
     return backend.num_replicas * backend.parallel.tp * backend.parallel.dp
 
 
+def check_trainable(config: Config) -> None:
+    """
+    Raises:
+        ConfigError: rollouts would be sampled from another distribution than is trained.
+    """
+    rollout = config.rollout
+    if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
+        raise ConfigError(
+            f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}: "
+            "training needs the whole distribution (top_p=1, top_k=0, min_p=0), or the trainer's "
+            "log-probabilities would be of another one; truncated sampling is for `m3rl rollout`"
+        )
+
+
 def rollout_sampling(config: Config) -> SamplingSettings:
     """How training completions are drawn."""
     rollout = config.rollout
@@ -149,8 +163,12 @@ class RolloutSide:
         self.backend.wait_started()
         self.rewards.wait_started()
 
-    def collector(self, heal: Callable[[int], bool]) -> Collector:
-        """A collector on these replicas; `heal` brings back a lost one (see `Collector`)."""
+    def collector(
+        self,
+        heal: Callable[..., bool],
+        serving: Callable[[], Collection[int]] | None = None,
+    ) -> Collector:
+        """A collector on these replicas; for the arguments see `Collector`."""
         return Collector(
             self.backend,
             run_seed=self._config.run.seed,
@@ -158,6 +176,7 @@ class RolloutSide:
             score=self._environment.score,
             heal=heal,
             timeout_s=self._config.rollout.timeout_s,
+            serving=serving,
         )
 
     def evaluate(self, collector: Collector) -> dict[str, float]:

@@ -13,6 +13,7 @@ import importlib
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,14 +25,8 @@ from m3rl.errors import M3rlError
 logger = logging.getLogger(__name__)
 
 TERMINATED = 128 + signal.SIGTERM
-
-
-class _Ending:
-    """How a run was told to end; an exception cannot say so: inside of ray.wait Ray turns every
-    SystemExit into one of code 1."""
-
-    is_terminated = False
-
+_is_terminated = threading.Event()
+"""No exception can say it: out of ray.wait every SystemExit comes as one of code 1."""
 
 EXIT_CODES = (
     "exit codes: 0 done; 1 failed; 2 the configuration cannot work; 130 interrupted (Ctrl-C); "
@@ -78,8 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {cause}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # clean-up has happened on the way up
-        print("terminated" if _Ending.is_terminated else "interrupted", file=sys.stderr)
-        return TERMINATED if _Ending.is_terminated else 130
+        is_terminated = _is_terminated.is_set()
+        print("terminated" if is_terminated else "interrupted", file=sys.stderr)
+        return TERMINATED if is_terminated else 130
     return code
 
 
@@ -144,7 +140,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for notice in plan.notices:
         logger.warning("%s", notice)
     # a scheduler's SIGTERM cleans up like Ctrl-C does
-    _Ending.is_terminated = False
+    _is_terminated.clear()
     signal.signal(signal.SIGTERM, _terminate)
     module, _, function = RUNS[arguments.command][0].partition(":")
     with _interrupts_held():
@@ -167,7 +163,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _terminate(*_: object) -> None:
-    _Ending.is_terminated = True
+    _is_terminated.set()
     raise KeyboardInterrupt
 
 

@@ -1,4 +1,4 @@
-"""The `reward/*`, `gen/*`, `data/staleness_*` and `eval/*` numbers of a step, from its groups.
+"""The `reward/*`, `gen/*`, `data/staleness_*`, `perf/*` and `eval/*` numbers of a step.
 
 Lengths are counts of the engine's own tokens, never read from a mask. Rewards that could not be
 scored are left out of every mean and have shares of their own.
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from m3rl.types import SOLVED, Completion, Group
+from m3rl.stopwatch import Stopwatch
+from m3rl.types import SOLVED, Completion, Group, TrainBatch
 
 REPEATED_NGRAM = 4
 REPEATED_SHARE = 0.5
@@ -161,3 +162,13 @@ def _thinking_len(ids: np.ndarray, think_end_id: int) -> int:
     """Tokens up to the marker that ends the thinking, 0 without one."""
     places = np.flatnonzero(ids == think_end_id)
     return int(places[0]) + 1 if len(places) else 0
+
+
+def throughput(groups: Sequence[Group], batch: TrainBatch, watch: Stopwatch) -> dict[str, float]:
+    """`perf/*`: generated tokens and trained row tokens a second of their phase."""
+    generated = sum(len(c.completion_ids) for group in groups for c in group.completions)
+    return {
+        "perf/gen_tokens_per_s": generated / max(watch.seconds("time/generate"), 1e-9),
+        "perf/train_tokens_per_s": int(batch.length_B.sum())
+        / max(watch.seconds("time/train"), 1e-9),
+    }

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from inference.config import ModelConfig
-
 from m3rl import checkpoint
 from m3rl.assemble import rank_settings
 from m3rl.config import Config, ConfigError

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any
 
-from m3rl import checkpoint
-from m3rl.assemble import RolloutSide, num_workers, rank_settings, rollout_sampling
+from m3rl import assemble, checkpoint
 from m3rl.assemble_sync import weight_sync
-from m3rl.completion_metrics import completion_metrics
+from m3rl.completion_metrics import completion_metrics, throughput
 from m3rl.config import Config, ConfigError
 from m3rl.data import PromptStream, load_data
 from m3rl.errors import M3rlError
@@ -33,8 +33,9 @@ from m3rl.rollout.records import write_completions
 from m3rl.run_dir import RunDirectory, check_same_model
 from m3rl.stopwatch import Stopwatch
 from m3rl.training_batch import BatchMaker
-from m3rl.types import Group, TrainBatch
+from m3rl.types import Group
 from m3rl.weight_sync.errors import SyncError
+from m3rl.weight_sync.report import is_trainers_fault
 
 logger = logging.getLogger(__name__)
 
@@ -49,21 +50,11 @@ def train(config: Config) -> int:
     Raises:
         ConfigError: what cannot be trained, or resumed, and how to mend it.
     """
-    _check_trainable(config)
+    assemble.check_trainable(config)
     with ExitStack() as stack:
         run = stack.enter_context(RunDirectory(config, "train"))
         Trainer(config, run, stack).run()
     return 0
-
-
-def _check_trainable(config: Config) -> None:
-    rollout = config.rollout
-    if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
-        raise ConfigError(
-            f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}: "
-            "training needs the whole distribution (top_p=1, top_k=0, min_p=0), or the trainer's "
-            "log-probabilities would be of another one; truncated sampling is for `m3rl rollout`"
-        )
 
 
 class Trainer:
@@ -90,7 +81,7 @@ class Trainer:
         self._data_counts = data.counts
         self._stream = PromptStream(data.train, seed=config.run.seed, shuffle=config.data.shuffle)
         self._start_processes(chat, data, stack)
-        self._sampling = rollout_sampling(config)
+        self._sampling = assemble.rollout_sampling(config)
         self._batches = BatchMaker(
             config, lambda batch: self._ranks.all("reference_logprobs", batch)[0]
         )
@@ -100,11 +91,14 @@ class Trainer:
 
     def _start_processes(self, chat: ChatFormat, data: Any, stack: ExitStack) -> None:
         config = self._config
-        stack.enter_context(ray_cluster(config.train.num_ranks + num_workers(config)))
-        self._rollouts = RolloutSide(config, chat, data)
+        stack.enter_context(ray_cluster(config.train.num_ranks + assemble.num_workers(config)))
+        self._rollouts = assemble.RolloutSide(config, chat, data)
         stack.callback(self._rollouts.close)
         self._ranks = TrainerRanks(
-            rank_settings(config), config.train.num_ranks, num_threads=config.train.num_threads
+            assemble.rank_settings(config),
+            config.train.num_ranks,
+            num_threads=config.train.num_threads,
+            num_replicas=config.rollout.backend.num_replicas,
         )
         stack.callback(self._ranks.close)
         self._rollouts.wait_started()
@@ -114,9 +108,12 @@ class Trainer:
             bring=self._bring,
             forget=self._forget,
             max_restarts=config.rollout.backend.max_restarts,
-            lose=lambda replicas: self._sync.lose(replicas),
+            lose=self._lose,
+            poisoned=lambda: self._sync.poisoned(),
         )
-        self._collector = self._rollouts.collector(self._heal)
+        self._collector = self._rollouts.collector(
+            self._heal, serving=lambda: self._sync.require_ready(self._version)
+        )
         self._sync = weight_sync(
             config, self._ranks, self._backend, data.train, host=node_address()
         )
@@ -153,7 +150,8 @@ class Trainer:
         """Join every replica; one that is lost by then is restarted or dropped."""
         for replica in range(self._backend.num_replicas):
             try:
-                self._sync.connect(replica)
+                if replica in self._backend.alive:  # not dropped while another one was healed
+                    self._sync.connect(replica)
             except M3rlError as error:
                 logger.error("replica %d could not be joined: %s", replica, error)
                 self._heal(replica)
@@ -233,7 +231,7 @@ class Trainer:
         completions = [c for group in groups for c in group.completions]
         write_completions(self._run.rollouts(step), completions)
         self._show_samples(step, groups, writer)
-        record |= _throughput(groups, batch, watch)
+        record |= throughput(groups, batch, watch)
         record["fault/worker_restarts"] = float(self._heal.num_restarts - restarts_before)
         record["data/consumed_prompts"] = float(self._stream.num_taken)
         self._step = step
@@ -260,26 +258,38 @@ class Trainer:
             `refit/*` and `fault/sync_failures`.
 
         Raises:
-            SyncError: fewer than weight_sync.min_replicas hold the version in the end.
+            SyncError: fewer than weight_sync.min_replicas hold the version in the end, or the
+                trainer is at fault.
+            RankError: a trainer rank is gone or silent.
             TrainingError: every replica fails the probe.
         """
-        report = self._sync.sync(self._version, self._backend.alive)
+        chosen = self._backend.alive
+        report, options = self._sync.sync(self._version, chosen), self._config.weight_sync
         self._stop_if_condemned()
         for replica, reason in report.failed.items():
             logger.error("replica %d failed in the weight sync: %s", replica, reason)
-            self._heal(replica)
+        if report.failed:
+            self._ranks.require_answers(options.timeout_s)
+            if len(report.failed) == len(chosen) and is_trainers_fault(report.failed):
+                raise SyncError(f"no restart of a replica mends the trainer: {report.failed}")
+            self._heal(*report.failed)
         num_ready = len(self._sync.ready(self._version))
-        if num_ready < self._config.weight_sync.min_replicas:
+        if num_ready < options.min_replicas:
             raise SyncError(
                 f"{num_ready} replicas hold policy version {self._version}; weight_sync."
-                f"min_replicas={self._config.weight_sync.min_replicas} are needed: {report.failed}"
+                f"min_replicas={options.min_replicas} are needed: {report.failed}"
             )
         return report.metrics() | {"fault/sync_failures": float(len(report.failed))}
 
-    def _bring(self, replica: int) -> list[int]:
+    def _lose(self, replicas: Collection[int]) -> None:
+        """Before a restart, which mends nothing where a trainer rank is at fault."""
+        self._ranks.require_answers(self._config.weight_sync.timeout_s)
+        self._sync.lose(replicas)
+
+    def _bring(self, replica: int) -> None:
         """Give a fresh replica the current weights; see `WeightSync.bring`."""
         try:
-            return self._sync.bring(replica, self._version, self._backend.receivers(replica))
+            self._sync.bring(replica, self._version, self._backend.receivers(replica))
         except SyncError as error:
             if reason := self._sync.gives_up(replica):
                 raise GivenUpError(reason) from error
@@ -387,13 +397,3 @@ class Trainer:
 
     def _seconds(self) -> float:
         return self._earlier_s + time.monotonic() - self._began
-
-
-def _throughput(groups: list[Group], batch: TrainBatch, watch: Stopwatch) -> dict[str, float]:
-    """`perf/*`: generated tokens and trained row tokens a second of their phase."""
-    generated = sum(len(c.completion_ids) for group in groups for c in group.completions)
-    return {
-        "perf/gen_tokens_per_s": generated / max(watch.seconds("time/generate"), 1e-9),
-        "perf/train_tokens_per_s": int(batch.length_B.sum())
-        / max(watch.seconds("time/train"), 1e-9),
-    }

@@ -28,6 +28,7 @@ DOORS = {
         "inference.kernels.tensor_hash",
     ),
     "m3rl/rollout/m3_ranks.py": ("inference.parallel",),
+    "m3rl/sft.py": ("inference.config",),
     "m3rl/plan": ("inference.config", "inference.memory", "inference.parallel.config"),
     "m3rl/sync_plan.py": (
         "inference.config",

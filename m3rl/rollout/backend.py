@@ -6,7 +6,7 @@ Two implementations: `m3_backend` (the bundled runtime) and, for those who outgr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -70,10 +70,14 @@ class GenerationBackend(Protocol):
     num_replicas: int
 
     def generate(
-        self, requests: Sequence[GenerationRequest], *, timeout_s: float
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        timeout_s: float,
+        replicas: Collection[int] | None = None,
     ) -> GenerationOutcome:
         """Finish all requests; requests of a group go to one replica, all submitted before its
-        first step.
+        first step. None goes to another than `replicas` (None: all).
 
         A replica that dies, fails or is silent for `timeout_s` is killed and reported, never waited
         for.

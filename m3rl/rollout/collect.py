@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,16 +80,18 @@ class Collector:
         run_seed: int,
         decode: Callable[[np.ndarray], str],
         score: Callable[[Sequence[tuple[Prompt, Completion]]], None],
-        heal: Callable[[int], bool],
+        heal: Callable[..., bool],
         timeout_s: float,
+        serving: Callable[[], Collection[int]] | None = None,
     ) -> None:
         """
         Args:
             decode: completion ids to the text that rewards and people read.
             score: fills reward, reward_parts and reward_status of each completion.
-            heal: brings a lost replica back at the current policy version; False when it is given
+            heal: brings lost replicas back at the current policy version; False when one is given
                 up for good.
             timeout_s: longest wait for a call to the backend.
+            serving: replicas that may generate, asked for before they do; None: all that live.
         """
         self._backend = backend
         self._run_seed = run_seed
@@ -97,6 +99,7 @@ class Collector:
         self._score = score
         self._heal = heal
         self._timeout_s = timeout_s
+        self._serving = serving
 
     def collect(
         self,
@@ -180,13 +183,14 @@ class Collector:
         generated: dict[str, Generated] = {}
         remaining = list(requests)
         while remaining:
-            outcome = self._backend.generate(remaining, timeout_s=self._timeout_s)
+            serving = None if self._serving is None else self._serving()
+            outcome = self._backend.generate(remaining, timeout_s=self._timeout_s, replicas=serving)
             generated.update(outcome.generated)
             remaining = outcome.lost
             stats.requeued_samples += len(remaining)
-            for replica, reason in outcome.failures.items():
-                stats.failures[replica] = reason
-                self._heal(replica)
+            stats.failures |= outcome.failures
+            if outcome.failures:
+                self._heal(*outcome.failures)
             if remaining and not any(health.is_alive for health in self._backend.health()):
                 reasons = "; ".join(f"replica {r}: {why}" for r, why in stats.failures.items())
                 raise BackendError(f"no replica is left to generate on ({reasons})")

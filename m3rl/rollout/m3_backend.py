@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -140,9 +140,13 @@ class M3Backend:
         return [replica for replica, workers in enumerate(self._workers) if workers]
 
     def generate(
-        self, requests: Sequence[GenerationRequest], *, timeout_s: float
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        timeout_s: float,
+        replicas: Collection[int] | None = None,
     ) -> GenerationOutcome:
-        alive = self.alive
+        alive = [r for r in self.alive if replicas is None or r in replicas]
         if not alive:
             raise BackendError("no replica is left to generate on; see the log for why each ended")
         shares: dict[int, list[GenerationRequest]] = {replica: [] for replica in alive}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -134,3 +135,18 @@ class SyncReport:
         if self.probe_error is not None:
             values["refit/probe_error"] = self.probe_error
         return values
+
+
+_OWN_FAULT = re.compile(
+    r"trainer rank \d+: (?!TransportError|RefusedError|SyncError|TimeoutError)\w+: "
+)
+"""Of a rank, and not what it says of who does not take what it sends."""
+
+
+def is_trainers_fault(failed: Mapping[int, str]) -> bool:
+    """Whether trainer ranks failed on their own account in the sync of each replica.
+
+    Args:
+        failed: replica -> why, see `SyncReport.failed`.
+    """
+    return all(_OWN_FAULT.search(reason) for reason in failed.values())

@@ -24,8 +24,9 @@ from contextlib import contextmanager
 from m3rl.errors import M3rlError
 from m3rl.rendezvous import Rendezvous
 from m3rl.types import RemoteReceiver, SenderGroup
+from m3rl.weight_sync.calls import gather
 from m3rl.weight_sync.delta_driver import Deltas, Offer
-from m3rl.weight_sync.driver import Driver
+from m3rl.weight_sync.driver import Driver, ReplicaState
 from m3rl.weight_sync.errors import BusyError, NotReadyError, RefusedError, SyncError
 from m3rl.weight_sync.join import JoiningReplica, PeerError
 from m3rl.weight_sync.layout import Layout, layout_digest
@@ -172,31 +173,27 @@ class WeightSync:
             )
         return report
 
-    def bring(self, replica: int, version: int, workers: Workers | None = None) -> list[int]:
+    def bring(self, replica: int, version: int, workers: Workers | None = None) -> None:
         """Bring a replica that comes late, or back, to a version that is current already.
 
         It takes it from a replica that is READY(version) and holds the same, and serves on; where
-        there is none, or that fails, from the trainer.
+        there is none, or that fails, from the trainer. A replica that is found to hold other bits
+        than it was brought to is lost, whatever comes of this: see `poisoned`.
 
         Args:
             workers: as for `connect`.
-
-        Returns:
-            Replicas that were found to hold other bits than they were brought to. They are lost.
 
         Raises:
             BusyError: a sync is open.
             SyncError: it could not be brought there; says why.
         """
         self.connect(replica, workers)
-        unfit: list[int] = []
-        source = self._take_from_peer(replica, version, unfit)
+        source = self._take_from_peer(replica, version)
         if source is None:
             fault = self.sync(version, [replica]).failed.get(replica)
             if fault is not None:
                 raise SyncError(fault)
         logger.info("replica %d has version %d from %s", replica, version, source or "the trainer")
-        return unfit
 
     def lose(self, replicas: Iterable[int]) -> None:
         """These are gone, or not to be trusted: they are POISONED, count nowhere and give nothing
@@ -230,6 +227,10 @@ class WeightSync:
         return [
             number for number, one in self._replicas.items() if one.status == f"READY({version})"
         ]
+
+    def poisoned(self) -> list[int]:
+        """Replicas that failed or were lost, and wait for being brought back or forgotten."""
+        return [n for n, one in self._replicas.items() if one.state is ReplicaState.POISONED]
 
     def require_ready(self, version: int) -> list[int]:
         """Like `ready`, for the moment before the version is used.
@@ -266,12 +267,8 @@ class WeightSync:
         if one.is_connected:
             one.disconnect()
 
-    def _take_from_peer(self, replica: int, version: int, unfit: list[int]) -> str | None:
-        """Who gave the replica the version; None: nobody did, and the replica is connected.
-
-        Args:
-            unfit: here go peers that do not hold what they were brought to.
-        """
+    def _take_from_peer(self, replica: int, version: int) -> str | None:
+        """Who gave the replica the version; None: nobody did, and the replica is connected."""
         others = {number: one for number, one in self._replicas.items() if number != replica}
         while True:
             with self._hold(f"bring({replica}) to version {version}"):
@@ -286,7 +283,6 @@ class WeightSync:
                     one.take_from(peer, version, group, self._chunk_bytes)
                 except PeerError as error:
                     logger.error("replica %d is lost: %s", peer.number, error)
-                    unfit.append(peer.number)
                     del others[peer.number]
                     self._lose(peer)
                 except M3rlError as error:  # a peer may be gone that nobody has missed yet
@@ -322,9 +318,11 @@ class WeightSync:
     def _join(self, one: JoiningReplica) -> None:
         workers = one.attach()
         if not self._sender_layouts:
-            ranks = range(self._senders.num_ranks)
-            asked = [self._senders.call(rank, "sync_layout") for rank in ranks]
-            self._sender_layouts = [f.result(self._driver.timeout_s) for f in asked]
+            asked = {
+                f"trainer rank {rank}": self._senders.call(rank, "sync_layout")
+                for rank in range(self._senders.num_ranks)
+            }
+            self._sender_layouts = gather("layout", asked, self._driver.timeout_s)
         one.layouts = key = tuple(map(layout_digest, workers))
         if key not in self._plans:
             plan = make_plan(self._sender_layouts, workers, self._chunk_bytes, self._wire)
@@ -347,6 +345,8 @@ class WeightSync:
         for n in ready:
             # Hashes of plans that cut columns otherwise do not compare.
             if of_grains.setdefault(self._replicas[n].grains, hashes[n]) != hashes[n]:
+                for each in ready:  # who holds the right ones is not known
+                    self._lose(self._replicas[each])
                 raise SyncError(f"replicas {ready} were sent different weights: {hashes}")
         plans = [one.plan for one in self._replicas.values() if one.plan is not None]
         num_tensors = max((plan.num_tensors for plan in plans), default=0)

@@ -4,11 +4,12 @@ import json
 import math
 import subprocess
 import sys
+from concurrent.futures import Future
 
 import pytest
 
 from benchmarks.kernels.harness import Bench, Timing
-from benchmarks.weight_sync import bench_config
+from benchmarks.weight_sync import Pair, bench_config
 from inference.config import ModelConfig
 from inference.models.weights import published_tensors
 
@@ -52,3 +53,34 @@ def test_the_simplest_baseline_can_go_through_ray(tmp_path):
     record = json.loads(line)
     assert record["peer"] == "one call a tensor through Ray"
     assert record["correct"] == {"tensors_differ": 0.0}
+
+
+class Told(Pair):
+    """Notes what both sides are told."""
+
+    def __init__(self):
+        self.said, self.reps, self.replica = [], 2, self
+
+    def call(self, method):
+        answer = Future()
+        answer.set_result(1)
+        return answer
+
+    def step(self):
+        self.said.append("step")
+
+    def on_all(self, method, *args):
+        self.said.append(method)
+        return [[1.0, 2.0]]
+
+    def compare(self, peer, *args):
+        self.said.append("compare")
+
+
+def test_before_each_baseline_the_weights_change_so_that_one_that_moves_nothing_is_seen():
+    pair = Told()
+    pair.baselines(Timing(1, 1, 1), 1.0)
+    assert pair.said == [
+        *["step", "packed_broadcast", "compare"] * 2,
+        *["step", *["broadcast_one"] * 3, "compare"],
+    ]

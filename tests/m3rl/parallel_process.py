@@ -56,6 +56,23 @@ def learn(rank_id, num_ranks, meet_at, model, settings):
         rank.close()
 
 
+def timeouts(rank_id, num_ranks, meet_at, settings):
+    """How long each group of the rank waits for the others."""
+    rank = TrainRank(settings, rank_id, num_ranks, meet_at)
+    try:
+        mesh = rank._group.mesh
+        groups = {
+            "ranks": mesh.ranks.get_group(),
+            "expert_ranks": mesh.expert_ranks.get_group(),
+            "expert_groups": mesh.expert_groups,
+            "sharers": mesh.sharers,
+        }
+        cpu = torch.device("cpu")
+        return {n: g._get_backend(cpu).options._timeout.total_seconds() for n, g in groups.items()}
+    finally:
+        rank.close()
+
+
 def resume(rank_id, num_ranks, meet_at, model, settings, folder, other_settings):
     """A save between two steps, and the second step again after a load in a fresh rank."""
     told = {}

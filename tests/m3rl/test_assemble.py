@@ -61,6 +61,7 @@ REACHES = {
             "rank.loss.aggregation": "sequence_mean",
             "rank.loss.clip_low": 3e-4,
             "rank.loss.clip_high": 4e-4,
+            "rank.old_logprobs": "recompute",
         },
     ),
     "grpo.old_logprobs": ("recompute", {"rank.old_logprobs": "recompute"}),

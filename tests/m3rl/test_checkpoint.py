@@ -18,6 +18,7 @@ def writer(text):
         (path / "model").mkdir()
         (path / "model" / "weights").write_text(text)
         (path / "optimizer").write_text(text * 2)
+        (path / "config.json").write_text(text)
 
     return write
 
@@ -37,7 +38,7 @@ def test_what_was_saved_is_found_again(tmp_path):
 def test_the_manifest_lists_size_and_hash_of_every_file(tmp_path):
     path = save(tmp_path, 1, writer("abc"), {}, keep=1)
     files = json.loads((path / "manifest.json").read_text())["files"]
-    assert set(files) == {"model/weights", "optimizer", "state.json"}
+    assert set(files) == {"model/weights", "optimizer", "config.json", "state.json"}
     abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert files["model/weights"] == {"bytes": 3, "sha256": abc}
 
@@ -90,6 +91,13 @@ def test_a_faulty_newer_checkpoint_is_set_aside_and_what_is_saved_next_survives(
     assert names(tmp_path) == [".faulty_step_000006", "latest", "step_000005"]
     faulty = tmp_path / "checkpoints" / ".faulty_step_000006"
     assert (faulty / "model" / "weights").read_text() == "new"
+
+
+def test_a_checkpoint_without_the_models_configuration_is_not_complete(tmp_path, caplog):
+    save(tmp_path, 1, writer("abc"), {"at": 1}, keep=2)
+    save(tmp_path, 2, lambda path: (path / "optimizer").write_text("abc"), {"at": 2}, keep=2)
+    assert find_latest(tmp_path).state == {"at": 1}
+    assert "manifest.json does not list config.json" in caplog.text
 
 
 def test_saving_never_deletes_the_step_just_written(tmp_path):
@@ -205,7 +213,7 @@ KILLED = textwrap.dedent(
     pathlib.Path.rename = dying(pathlib.Path.rename)
 
     def write(path):
-        for name in ("a", "b", "c"):
+        for name in ("a", "b", "config.json"):
             dying((path / name).write_text)(name)
 
     checkpoint.save(run_dir, 2, write, {"at": 2}, keep=2)
@@ -280,7 +288,7 @@ def test_a_directory_with_other_things_in_it_is_not_replaced(tmp_path):
 KILLED_MODEL = KILLED.replace(
     'checkpoint.save(run_dir, 2, write, {"at": 2}, keep=2)',
     "checkpoint.write_model_directory(run_dir, write)",
-).replace('("a", "b", "c")', '("config.json", "model.safetensors")')
+).replace('("a", "b", "config.json")', '("config.json", "model.safetensors")')
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_model_or_none_and_the_next_write_goes_through(
@@ -305,7 +313,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_model_or_none_and_the_next_write_go
 
 def test_a_writer_that_hides_why_it_failed_on_a_full_disk_is_understood(tmp_path, monkeypatch):
     """torch's zip writer says `unexpected pos 704 vs 598` and nothing of the disk."""
-    save(tmp_path, 1, lambda path: (path / "a").write_text("x"), {}, keep=2)
+    save(tmp_path, 1, writer("x"), {}, keep=2)
     nothing_left = shutil.disk_usage(tmp_path)._replace(free=0)
     monkeypatch.setattr("m3rl.checkpoint.shutil.disk_usage", lambda path: nothing_left)
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,20 @@ def test_a_termination_is_told_and_ends_with_143(file, runs, capsys):
     runs.outcome = cli._terminate
     assert main(["train", file]) == 143
     assert capsys.readouterr().err == "terminated\n"
+
+
+def test_a_termination_that_comes_back_as_an_interrupt_of_rays_own_ends_with_143(
+    file, runs, capsys
+):
+    def waiting():
+        with suppress(KeyboardInterrupt):
+            cli._terminate()
+        raise KeyboardInterrupt
+
+    runs.outcome = waiting
+    assert main(["train", file]) == 143
+    assert capsys.readouterr().err == "terminated\n"
+    test_ctrl_c_ends_with_130(file, runs, capsys)
 
 
 def test_another_exit_is_left_alone(file, runs):

@@ -265,7 +265,7 @@ def test_keys_that_work_or_were_never_written_are_not_told(tmp_path):
         (["policy.replay_blocks=true"], "policy.replay_blocks: true needs what rollout.capture_b"),
         (
             ["weight_sync.transport=nccl"],
-            "cpu keeps those of the replicas in the host's memory; set rollout.backend.device: cuda",
+            "keeps those of the replicas in the host's memory; set rollout.backend.device: cuda",
         ),
         (
             ["weight_sync.delta=true", "weight_sync.verify=false"],
@@ -283,6 +283,10 @@ def test_keys_that_work_or_were_never_written_are_not_told(tmp_path):
         (
             ["policy.dtype=float32", "rollout.backend.engine.quantization=mxfp8"],
             "mxfp8 is made from BF16 weights alone.* set policy.dtype: bfloat16",
+        ),
+        (
+            ["policy.dtype=float32", "train.device=cuda"],
+            "float32 is for train.device: cpu; .* set policy.dtype: bfloat16",
         ),
         (["data.eval=null"], "eval.at_start: True needs held-out prompts"),
         (["data.eval.seed=1", "data.eval.size=20"], "holds the same items as data.train"),
@@ -336,3 +340,9 @@ def _description(key: str) -> str | None:
 
 def test_a_configuration_from_a_mapping_equals_one_from_a_file(tmp_path):
     assert config(tmp_path) == load(tmp_path)
+
+
+def test_no_phase_of_a_sync_is_given_less_than_a_second(tmp_path):
+    said = refusal(tmp_path, "weight_sync.timeout_s=0.5")
+    assert "weight_sync.timeout_s: 0.5 is refused" in said
+    assert load(tmp_path, "weight_sync.timeout_s=1").weight_sync.timeout_s == 1

@@ -53,6 +53,7 @@ CHANGES = {
         "aggregation": "sequence_mean",
         "clip_low": 3e-4,
         "clip_high": 4e-4,
+        "old_logprobs": "recompute",
     },
     "cispo": {"objective": "cispo"},
     "rloo": {
@@ -62,6 +63,7 @@ CHANGES = {
         "kl.coef": 0.05,
         "kl.estimator": "k1",
         "kl.place": "reward",
+        "old_logprobs": "recompute",
     },
 }
 
@@ -121,6 +123,17 @@ def test_a_preset_that_does_not_exist_is_refused_with_those_that_do(tmp_path, va
             ["grpo.advantage=maxrl", "grpo.kl={coef: 0.1, place: reward}"],
             "set place: loss, or another advantage",
         ),
+        (
+            ["grpo.preset=gspo", "grpo.old_logprobs=behaviour"],
+            r"clip_low: 0\.0003 is below 0\.01.* set old_logprobs: recompute, or wider bounds",
+        ),
+        (
+            ["grpo={objective: cispo, ratio: sequence, clip_high: 0.001}"],
+            r"clip_high: 0\.001 is below 0\.01.* set old_logprobs: recompute",
+        ),
+        (["grpo.preset=rloo", "grpo.old_logprobs=behaviour"], "pg has no ratio that would carry"),
+        (["grpo.objective=pg"], "set old_logprobs: recompute, or importance.kind: none"),
+        (["grpo.preset=rloo", "grpo.updates_per_batch=2"], "set updates_per_batch: 1"),
     ],
 )
 def test_switches_that_exclude_one_another_are_refused_with_the_cure(tmp_path, words, said):
@@ -128,11 +141,14 @@ def test_switches_that_exclude_one_another_are_refused_with_the_cure(tmp_path, w
         load(tmp_path, *words)
 
 
+PG = ["grpo.objective=pg", "grpo.old_logprobs=recompute"]
+
+
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (["grpo.objective=pg", "grpo.ratio=sequence"], "grpo.ratio"),
-        (["grpo.objective=pg", "grpo.clip_high=0.3"], "grpo.clip_high"),
+        ([*PG, "grpo.ratio=sequence"], "grpo.ratio"),
+        ([*PG, "grpo.clip_high=0.3"], "grpo.clip_high"),
         (["grpo.objective=cispo", "grpo.clip_low=0.3"], "grpo.clip_low"),
         (["grpo.objective=cispo", "grpo.dual_clip=3"], "grpo.dual_clip"),
         (["grpo.constant_length=100"], "grpo.constant_length"),
@@ -150,6 +166,15 @@ def test_switches_that_do_nothing_beside_others_are_told(tmp_path, words, key):
     assert said.startswith(f"{key} does nothing: ")
 
 
+def test_the_plain_policy_gradient_may_be_left_uncorrected_and_says_that_a_cap_does_nothing(
+    tmp_path,
+):
+    given = {"objective": "pg", "importance": {"kind": "none", "cap": 3.0}}
+    said = list(idle_keys(load(tmp_path, **given)))
+    assert said
+    assert all("it is always 1; set old_logprobs: recompute" in message for message in said)
+
+
 def test_what_a_preset_set_is_not_told_as_idle(tmp_path):
     assert list(idle_keys(load(tmp_path, "grpo.preset=gspo", "grpo.objective=pg"))) == []
     assert list(idle_keys(load(tmp_path, "grpo.preset=rloo", "grpo.kl.coef=0"))) == []
@@ -160,6 +185,9 @@ def test_combinations_that_work_are_not_told(tmp_path):
         ["grpo.kl={coef: 1, estimator: k1, place: reward, target: 0.1, gain: 0.2}"],
         ["grpo.kl={coef: 1, estimator: k1, unbiased: true}"],
         ["grpo.objective=cispo", "grpo.ratio=sequence", "grpo.clip_high=2"],
+        ["grpo.ratio=sequence"],
+        ["grpo.ratio=sequence", "grpo.clip_low=3e-4", "grpo.old_logprobs=recompute"],
+        [*PG, "grpo.importance.cap=3"],
         ["grpo.objective=dppo_tv", "grpo.clip_low=0.1", "grpo.clip_high=0.1"],
         ["grpo.aggregation=constant", "grpo.constant_length=100", "grpo.entropy_coef=0.01"],
         ["grpo.overlong={buffer: 4, penalty: 0.5}", "grpo.refill_rounds=3"],

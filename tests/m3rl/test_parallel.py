@@ -17,6 +17,7 @@ from tests.m3rl.parallel_process import (
     learn,
     on_ranks,
     resume,
+    timeouts,
 )
 from tests.m3rl.rank_cases import CONFIG, SETTINGS, distance, gradients, start, with_loss
 from tests.tiny_models import random_checkpoint
@@ -151,6 +152,12 @@ def test_ranks_resumed_are_bit_for_bit_ranks_uninterrupted_and_what_they_save_is
     rows = batch_of(BATCH)
     accuracy = alone.greedy_accuracy(rows.ids_BS, rows.length_B, rows.loss_mask_BS)
     assert told[0]["accuracy"] == told[3]["accuracy"] == accuracy
+
+
+def test_every_group_of_ranks_waits_as_long_as_it_was_told():
+    settings = replace(SETTINGS, ep=2, cp=2, timeout_s=77.0)
+    names = ("ranks", "expert_ranks", "expert_groups", "sharers")
+    assert on_ranks(timeouts, 4, settings) == [dict.fromkeys(names, 77.0)] * 4
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

@@ -1,12 +1,14 @@
 """A rank saved and loaded: the same bits, or a refusal that says why."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from m3rl import checkpoint
 from m3rl.checkpoint import CheckpointError
 from tests.m3rl.rank_cases import CONFIG, random_batch, start, with_optimizer
 from tests.tiny_models import random_checkpoint
@@ -61,6 +63,27 @@ def test_a_checkpoint_is_a_model_path_and_keeps_the_bias_of_now(model, tmp_path)
     saved = again.policy.wire_view("model.layers.1.block_sparse_moe.e_score_correction_bias")
     assert torch.equal(saved, bias)
     assert (tmp_path / "saved" / "config.json").read_bytes() == (model / "config.json").read_bytes()
+
+
+def test_a_resumed_run_writes_checkpoints_that_can_be_resumed_after_the_one_it_came_from_is_gone(
+    model, tmp_path
+):
+    names = {"config.json": (model / "config.json").read_bytes(), "tokenizer.json": b"{}"}
+    for name, content in names.items():
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / name).write_bytes(content)
+    shutil.copyfile(model / "model.safetensors", tmp_path / "model" / "model.safetensors")
+    checkpoint.save(tmp_path, 1, start(tmp_path / "model").save, {}, keep=2)
+    for step in (2, 3, 4, 5):
+        found = checkpoint.find_latest(tmp_path)
+        assert found.step == step - 1  # it is whole
+        if step in (2, 5):
+            rank = start(found.path)
+            rank.load(found.path)
+        rank.update(random_batch(step))
+        newest = checkpoint.save(tmp_path, step, rank.save, {}, keep=2)
+    assert {name: (newest / name).read_bytes() for name in names} == names
+    assert start(newest).master_hash() == rank.master_hash()
 
 
 def test_checkpoints_of_other_models_or_rank_counts_are_refused(model, tmp_path):

@@ -1,5 +1,6 @@
 """The warm start around its ranks: what it writes, and that it may be started again."""
 
+import json
 from contextlib import nullcontext
 
 import pytest
@@ -87,8 +88,8 @@ def test_an_output_directory_with_other_things_in_it_is_refused_before_the_first
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_warm_start_stops_after_too_many_skipped_steps_and_counts_them_over_a_resumption(
-    settings, monkeypatch
+def test_a_warm_start_stops_after_too_many_skipped_steps_and_stays_stopped(
+    settings, tmp_path, monkeypatch
 ):
     step = TrainRank.sft_step
     monkeypatch.setattr(
@@ -100,6 +101,40 @@ def test_a_warm_start_stops_after_too_many_skipped_steps_and_counts_them_over_a_
             "checkpoint": settings.checkpoint.model_copy(update={"every": 1}),
         }
     )
-    for skipped in (1, 2):
-        with pytest.raises(M3rlError, match=rf"{skipped} steps were skipped.*sft\.lr"):
+    for _ in range(2):  # started again it is as untrustworthy as before
+        with pytest.raises(M3rlError, match=r"1 steps were skipped.*sft\.lr"):
             sft.sft(limited)
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize(("tokens", "positions"), [(42, 256), (1000, 42)])
+def test_items_that_no_rank_can_compute_are_refused_before_the_ranks_start(
+    settings, tmp_path, monkeypatch, tokens, positions
+):
+    write_model(tmp_path / "model", max_position_embeddings=positions)
+    lines = [{"question": "a", "answer": "b"}] + [
+        {"question": "a" * n, "answer": "b" * 30} for n in (20, 25, 22)
+    ]
+    file = tmp_path / "long.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(sft, "TrainerRanks", None)
+    long = config(
+        tmp_path,
+        data={
+            "train": {
+                "kind": "file",
+                "path": str(file),
+                "prompt_key": "question",
+                "answer_key": "answer",
+            },
+            "max_prompt_tokens": 40,
+        },
+        reward={"kind": "exact"},
+        eval={"at_start": False, "at_end": False},
+        rollout={"max_tokens": 2},
+        policy={"dtype": "float32", "micro_batch_tokens": tokens},
+        sft={"init": "random", "steps": 2, "batch_size": 2},
+    )
+    limits = rf"micro_batch_tokens={tokens}, max_position_embeddings={positions}"
+    with pytest.raises(ConfigError, match=rf"3 of 4 items .*{limits}.*long\.jsonl:3, has"):
+        sft.sft(long)

@@ -10,6 +10,7 @@ import pytest
 
 from m3rl.checkpoint import Checkpoint
 from m3rl.config import Config, ConfigError
+from m3rl.launch import RankError
 from m3rl.rollout.heal import GivenUpError
 from m3rl.run_dir import RunDirectory
 from m3rl.trainer import Trainer, TrainingError, train
@@ -58,6 +59,12 @@ class FakeParts:
     def ready(self, version: int) -> list[int]:
         return self._ready
 
+    def require_answers(self, timeout_s: float) -> None:
+        self.events.append(("answers", timeout_s))
+
+    def lose(self, replicas: Any) -> None:
+        self.events.append(("lose", *replicas))
+
     def condemns(self) -> str | None:
         return None
 
@@ -68,8 +75,8 @@ class FakeParts:
         self.events.append("rollout")
         raise FirstRollout
 
-    def __call__(self, replica: int) -> bool:
-        self.events.append(("heal", replica))
+    def __call__(self, *replicas: int) -> bool:
+        self.events.append(("heal", *replicas))
         return False
 
 
@@ -159,6 +166,43 @@ def test_a_replica_lost_while_the_run_connects_is_healed_and_does_not_end_the_ru
     assert parts.events[-3:] == [("heal", 0), ("sync", 4), "rollout"]
 
 
+def test_a_trainer_rank_that_is_gone_ends_the_run_and_costs_no_restart(tmp_path: Path) -> None:
+    config, parts = config_of(tmp_path), FakeParts(ready=[])
+
+    def require_answers(timeout_s: float) -> None:
+        raise RankError("trainer rank 0 died")
+
+    parts.require_answers = require_answers
+    with RunDirectory(config, "train") as run:
+        trainer = resumed_trainer(run, config, parts)
+        with pytest.raises(RankError, match="trainer rank 0 died"):
+            trainer.run()
+        with pytest.raises(RankError, match="trainer rank 0 died"):
+            trainer._lose([0])
+    assert not [event for event in parts.events if event[0] in ("heal", "lose")]
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_trainers"),
+    [
+        ("stream: hashes of trainer rank 0: NonFiniteError: NaN or infinity in lm_head", True),
+        ("stream: replica 0 worker 0: SyncError: late; trainer rank 1: KeyError: 'lm_head'", True),
+        ("stream: replica 0 worker 0: WorkerDied: its process died (pid: 3)", False),
+        ("stream: trainer rank 0: TransportError: replica 0 worker 0 is gone", False),
+        ("prepare: trainer rank 0: RefusedError: trainer rank 0 is not connected", False),
+    ],
+)
+def test_what_the_trainer_does_wrong_is_not_blamed_on_replicas(
+    tmp_path: Path, reason: str, is_trainers: bool
+) -> None:
+    config, parts = config_of(tmp_path), FakeParts(ready=[])
+    parts.sync = lambda version, replicas: SimpleNamespace(failed={0: reason}, metrics=dict)
+    with RunDirectory(config, "train") as run, pytest.raises(SyncError) as caught:
+        resumed_trainer(run, config, parts).run()
+    assert str(caught.value).startswith("no restart of a replica mends") == is_trainers
+    assert (("heal", 0) in parts.events) != is_trainers
+
+
 def test_a_probe_that_every_replica_fails_ends_the_run_and_restarts_nothing(tmp_path: Path) -> None:
     config, parts = config_of(tmp_path), FakeParts(ready=[])
     parts.condemns = lambda: "every replica fails the probe: 0.5"
@@ -205,6 +249,26 @@ def test_a_kl_reference_that_changed_since_the_run_began_is_refused(tmp_path: Pa
             resumed_trainer(run, config, FakeParts(ready=[0])).run()
         with pytest.raises(ConfigError, match="not those that the run began with"):
             resumed_trainer(run, config, FakeParts(ready=[0], master_hash="bb")).run()
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"metrics": {"mismatch/logprob_abs_diff_mean": 0.2}}, r"differ by 0\.2"),
+        ({"metrics": {"mismatch/logprob_abs_diff_mean": float("nan")}}, "differ by nan"),
+        ({"skipped_updates": 1000}, "1000 updates were skipped"),
+    ],
+)
+def test_a_run_that_was_stopped_for_its_numbers_is_stopped_again_when_it_is_started_again(
+    tmp_path: Path, state: dict, said: str
+) -> None:
+    config, parts = config_of(tmp_path, "train.steps=5"), FakeParts(ready=[0])
+    with RunDirectory(config, "train") as run:
+        trainer = resumed_trainer(run, config, parts)
+        trainer._found.state.update(state)
+        with pytest.raises(TrainingError, match=said):
+            trainer.run()
+    assert "make_senders" not in parts.events
 
 
 # BR-072: quantisation noise is no alarm, another function is

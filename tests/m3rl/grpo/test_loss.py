@@ -1,8 +1,10 @@
+import math
+
 import numpy as np
 import pytest
 import torch
 
-from m3rl.grpo.loss import StepCounts, cross_entropy, grpo_loss
+from m3rl.grpo.loss import LossTotals, StepCounts, cross_entropy, grpo_loss, over_steps
 from m3rl.grpo.mismatch import mismatch_metrics
 from tests.m3rl.grpo.loss_cases import inputs, loss_and_grad, settings
 
@@ -58,6 +60,18 @@ def test_a_nan_is_not_clamped_into_a_number():
     assert torch.isnan(output.loss)
     # The clamp's gradient is zero there: whoever decides about the step must look at the loss too.
     assert torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("ranks", [(1.0, math.nan), (math.nan, 1.0), (1.0, math.nan, 3.0)])
+def test_a_nan_of_any_rank_or_step_is_the_maximum(ranks):
+    total = LossTotals()
+    for value in ranks:
+        total.add(LossTotals(maxima={"policy/ratio_max": value}))
+    assert math.isnan(total.maxima["policy/ratio_max"])
+    assert math.isnan(over_steps([{"policy/ratio_max": v} for v in ranks])["policy/ratio_max"])
+    total = LossTotals(maxima={"policy/ratio_max": 1.0})
+    total.add(LossTotals(maxima={"policy/ratio_max": 2.0}))
+    assert total.maxima == {"policy/ratio_max": 2.0}
 
 
 def test_no_token_gives_zero_loss():

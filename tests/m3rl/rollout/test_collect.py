@@ -36,10 +36,12 @@ class FakeBackend:
         self.faults = list(faults)
         self.alive = alive
         self.calls: list[list[str]] = []
+        self.replicas: list[list[int] | None] = []
         self.seeds: list[dict[str, int]] = []
 
-    def generate(self, requests, *, timeout_s):
+    def generate(self, requests, *, timeout_s, replicas=None):
         self.calls.append([r.request_id for r in requests])
+        self.replicas.append(replicas)
         self.seeds.append({r.request_id: r.seed for r in requests})
         lost = self.faults.pop(0) if self.faults else set()
         return GenerationOutcome(
@@ -58,7 +60,7 @@ def score_by_length(pairs: Sequence[tuple[Prompt, Completion]]) -> None:
         completion.reward_status = "ok"
 
 
-def collector(backend: FakeBackend, heal=lambda replica: True) -> Collector:
+def collector(backend: FakeBackend, heal=lambda replica: True, serving=None) -> Collector:
     return Collector(
         backend,
         run_seed=3,
@@ -66,6 +68,7 @@ def collector(backend: FakeBackend, heal=lambda replica: True) -> Collector:
         score=score_by_length,
         heal=heal,
         timeout_s=1.0,
+        serving=serving,
     )
 
 
@@ -110,6 +113,13 @@ def test_lost_requests_are_issued_again_with_the_same_seed_and_give_the_same_com
             assert np.array_equal(a.completion_ids, b.completion_ids)
 
 
+def test_only_replicas_that_may_serve_at_that_moment_are_asked() -> None:
+    backend = FakeBackend(faults=[{"0.1"}])
+    serving = iter([[0, 1], [1]])
+    collector(backend, serving=lambda: next(serving)).collect([prompt(0)], 2, SAMPLING)
+    assert backend.replicas == [[0, 1], [1]]
+
+
 # BR-075
 def test_no_living_replica_ends_the_call_and_names_the_fault() -> None:
     backend = FakeBackend(faults=[{"0.0", "0.1"}], alive=False)
@@ -120,7 +130,7 @@ def test_no_living_replica_ends_the_call_and_names_the_fault() -> None:
 # BR-017
 def test_failed_and_aborted_samples_are_counted_and_never_scored() -> None:
     class Partly(FakeBackend):
-        def generate(self, requests, *, timeout_s):
+        def generate(self, requests, *, timeout_s, replicas=None):
             reasons = {"0.0": "error", "1.0": "abort", "1.1": "error"}
             return GenerationOutcome(
                 {r.request_id: answer(r, reasons.get(r.request_id, "length")) for r in requests}

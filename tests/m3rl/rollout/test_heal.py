@@ -19,6 +19,8 @@ class Pool:
         self.events: list[tuple] = []
         self.faults: dict[int, list[M3rlError]] = {}
         self.unfit: dict[int, list[int]] = {}
+        """Replica -> those that are found unfit while it is brought back."""
+        self.poisoned: list[int] = []
 
     def health(self) -> list[ReplicaHealth]:
         return [ReplicaHealth(r, r not in self.dead, 1, "") for r in range(4)]
@@ -31,11 +33,13 @@ class Pool:
         self.events.append(("drop", replica))
         self.dead.add(replica)
 
-    def bring(self, replica: int) -> list[int]:
+    def bring(self, replica: int) -> None:
         self.events.append(("bring", replica))
+        self.poisoned += self.unfit.pop(replica, [])
         if self.faults.get(replica):
             raise self.faults[replica].pop(0)
-        return self.unfit.pop(replica, [])
+        if replica in self.poisoned:
+            self.poisoned.remove(replica)
 
     def forget(self, replica: int) -> None:
         self.events.append(("forget", replica))
@@ -51,6 +55,7 @@ def healer(pool: Pool, max_restarts: int = 5) -> Healer:
         forget=pool.forget,
         max_restarts=max_restarts,
         lose=pool.lose,
+        poisoned=lambda: pool.poisoned,
     )
 
 
@@ -102,6 +107,42 @@ def test_what_was_found_unfit_meanwhile_is_healed_too() -> None:
         ("restart", 2),
         ("restart", 3),
     ]
+
+
+def test_of_several_each_is_restarted_once_also_where_another_found_it_unfit() -> None:
+    pool = Pool(dead={1, 2})
+    pool.unfit = {1: [2, 3]}
+    assert healer(pool)(1, 2)
+    assert [event for event in pool.events if event[0] == "restart"] == [
+        ("restart", 1),
+        ("restart", 2),
+        ("restart", 3),
+    ]
+
+
+def test_what_was_found_unfit_is_healed_though_its_finder_is_dropped() -> None:
+    pool = Pool(dead={1})
+    pool.faults[1] = [GivenUpError("its probe fails")]
+    pool.unfit = {1: [2]}
+    assert not healer(pool)(1)
+    assert pool.events[-2:] == [("restart", 2), ("bring", 2)]
+
+
+def test_where_no_restart_can_help_none_is_spent() -> None:
+    class RankGone(M3rlError):
+        pass
+
+    pool = Pool(dead={1})
+
+    def lose(replicas: Collection[int]) -> None:
+        raise RankGone("trainer rank 0 is silent")
+
+    pool.lose = lose  # type: ignore[method-assign]
+    heal = healer(pool)
+    with pytest.raises(RankGone):
+        heal(1)
+    assert heal.num_restarts == 0
+    assert pool.events == []
 
 
 def test_the_answer_is_about_the_replica_that_was_asked_for() -> None:

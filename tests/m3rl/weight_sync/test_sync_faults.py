@@ -317,3 +317,25 @@ def test_a_poisoned_replica_comes_back_by_connecting_and_a_full_sync():
     report = sync.sync(2, [0])
     assert (report.ready, sync.ready(2)) == ((0,), [0, 1])
     assert_holds(engines[0][0].tensors, layout(), 1)
+
+
+def test_nobody_waits_for_hashes_of_a_sending_that_failed_before_it_hashed():
+    """Who does holds a thread of the rank that the closing of the group may need."""
+    rank = TrainerRank(0, 1)
+    sync, senders, _ = local_sync({0: [FakeEngine(layout())]}, [rank], min_replicas=0)
+    asked = []
+    call = senders.call
+
+    def noted(number, method, *args):
+        future = call(number, method, *args)
+        if method == "sync_hashes":
+            asked.append(future)
+        return future
+
+    sync.sync(0)
+    senders.call = noted
+    rank.weights = {}
+    (fault,) = sync.sync(1).failed.values()
+    assert "KeyError" in fault
+    with pytest.raises(SyncError, match="nothing was hashed: the sending failed before it"):
+        asked[0].result(10)

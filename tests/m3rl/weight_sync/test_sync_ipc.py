@@ -95,6 +95,20 @@ def step(*members: IpcTransport) -> None:
             member._go_on()
 
 
+def test_a_trainer_rank_is_not_told_that_memory_is_freed_which_it_never_mapped(pair):
+    trainer, worker = pair
+    worker._memory.gone = list(worker._memory.shared)
+    worker.note("done")
+    sending = trainer.post(sends=[part(7, 1)])
+    receiving = worker.post(receives=[part(0, 0)])
+    for _ in range(9):
+        step(trainer, worker)
+    worker.wait(receiving, Deadline(3))
+    worker.wait_for_device(None, Deadline(3))
+    trainer.wait(sending, Deadline(3))
+    assert receiving.works == []
+
+
 @pytest.mark.parametrize("lag", [0, 3])
 @pytest.mark.parametrize("chunk_bytes", [64, 200, 1 << 20])
 @pytest.mark.parametrize(("num_ranks", "num_workers"), [(1, 1), (2, 3), (3, 2)])

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from concurrent.futures import Future
+from functools import partial
+
 import pytest
 import torch
 
+from m3rl.errors import M3rlError
+from m3rl.rollout.backend import ReplicaHealth
+from m3rl.rollout.heal import Healer
 from m3rl.weight_sync import transport as transport_module
 from m3rl.weight_sync.errors import NotReadyError, SyncError
+from m3rl.weight_sync.sync import WeightSync
 from tests.m3rl.weight_sync.joining import SYNCED, TAKEN, GivingEngine, phases
 from tests.m3rl.weight_sync.sync_fakes import (
     EXPERT,
@@ -86,7 +94,8 @@ def test_a_peer_whose_memory_has_changed_since_is_found_by_the_trainers_sums(num
     sync, senders, engines, _ = synced(2, num_workers)
     flip(engines[0][-1])
     senders.load(1)
-    assert sync.bring(1, 1) == [0]
+    sync.bring(1, 1)
+    assert sync.poisoned() == [0]
     assert sync.states() == {0: "POISONED", 1: "READY(1)"}
     assert phases(sync, 1) == ["prepare", "stream", *SYNCED]
     for w, engine in enumerate(engines[1]):
@@ -102,8 +111,8 @@ def test_the_sums_go_from_hand_to_hand():
     sync.bring(1, 1)  # from replica 0
     sync.lose([0])
     flip(engines[1][0])
-    assert sync.bring(2, 1) == [1], "what it took was verified, and it has changed since"
-    assert sync.states()[1] == "POISONED"
+    sync.bring(2, 1)
+    assert sync.poisoned() == [0, 1], "what it took was verified, and it has changed since"
 
 
 def test_replicas_that_were_sent_the_same_by_other_plans_compare():
@@ -119,7 +128,7 @@ def test_replicas_that_were_sent_the_same_by_other_plans_compare():
     senders.load(2)
     for coming in (1, 0):
         del sync.events[:]
-        assert sync.bring(coming, 1) == []
+        sync.bring(coming, 1)
         assert phases(sync, coming) == TAKEN
         for engine in engines[coming]:
             assert_holds(engine.tensors, layout(), 1)
@@ -128,8 +137,90 @@ def test_replicas_that_were_sent_the_same_by_other_plans_compare():
 def test_where_nothing_was_verified_the_newcomer_is_compared_with_the_peer_and_that_is_said(caplog):
     sync, _, engines, _ = synced(2, verify=False)
     flip(engines[0][0])
-    assert sync.bring(1, 1) == []
+    sync.bring(1, 1)
     assert phases(sync, 1) == TAKEN
     assert "synced without verification: what replica 1 takes is compared with rep" in caplog.text
     for name, tensor in engines[0][0].tensors.items():
         assert torch.equal(engines[1][0].tensors[name], tensor)
+
+
+class Backend:
+    """Every process is there; those of `silent` do not answer."""
+
+    def __init__(self, num_replicas: int, silent: Collection[int] = ()) -> None:
+        self.num_replicas, self.silent = num_replicas, set(silent)
+        self.restarted: list[int] = []
+
+    def restart(self, replica: int) -> None:
+        self.restarted.append(replica)
+        self.silent.discard(replica)
+
+    def health(self) -> list[ReplicaHealth]:
+        return [ReplicaHealth(r, r not in self.silent, 1, "") for r in range(self.num_replicas)]
+
+
+def healer(sync: WeightSync, backend: Backend) -> Healer:
+    return Healer(
+        backend,  # type: ignore[arg-type]
+        bring=lambda replica: sync.bring(replica, 1),
+        forget=sync.forget,
+        max_restarts=5,
+        lose=sync.lose,
+        poisoned=sync.poisoned,
+    )
+
+
+def test_a_peer_found_unfit_is_healed_also_where_the_rest_of_the_bringing_failed(monkeypatch):
+    sync, senders, engines, _ = synced(2)
+    flip(engines[0][0])
+    senders.load(1)
+    outcomes = [SyncError("the trainer was late once")]
+    synced_by_trainer = sync.sync
+
+    def sync_late_once(*args):
+        if outcomes:
+            raise outcomes.pop()
+        return synced_by_trainer(*args)
+
+    monkeypatch.setattr(sync, "sync", sync_late_once)
+    backend = Backend(2)
+    assert healer(sync, backend)(1)
+    assert backend.restarted == [1, 1, 0]
+    assert sync.ready(1) == [0, 1]
+    for (engine,) in engines.values():
+        assert_holds(engine.tensors, layout(), 1)
+
+
+def test_a_silent_replica_that_was_lost_beside_another_is_healed_with_it():
+    sync, senders, _, _ = synced(3)
+    senders.load(1)
+    backend = Backend(3, silent={1})
+    assert healer(sync, backend)(0)
+    assert backend.restarted == [0, 1]
+    assert sync.ready(1) == [0, 1, 2]
+
+
+def test_replicas_that_were_sent_different_weights_serve_no_more():
+    sync, _, _, _ = synced(2)
+    ends = iter([1, 2])
+    replicas = sync._replicas
+    for one in replicas.values():
+        one.run = partial(_end_ready, one, ends)
+    with pytest.raises(SyncError, match="were sent different weights"):
+        sync.sync(2)
+    assert sync.poisoned() == [0, 1]
+    assert sync.ready(2) == []
+
+
+def _end_ready(one, ends, version, serial, offer):
+    one.version, one.record.wire_hash = version, next(ends)
+
+
+def test_a_trainer_rank_that_does_not_tell_its_layout_is_named():
+    sync, senders, _ = local_sync({0: [GivingEngine(layout())]}, connect=False, timeout_s=0.2)
+    call = senders.call
+    senders.call = lambda rank, method, *args: (
+        Future() if method == "sync_layout" else call(rank, method, *args)
+    )
+    with pytest.raises(M3rlError, match=r"layout: no answer from trainer rank 0 within 0\.2 s"):
+        sync.connect(0)

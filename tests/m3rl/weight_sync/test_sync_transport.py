@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from m3rl.rendezvous import Rendezvous
+from m3rl.rendezvous import Meeting, Rendezvous, RendezvousError
 from m3rl.weight_sync import errors
 from m3rl.weight_sync import transport as transport_module
 from m3rl.weight_sync.errors import TransportError
@@ -177,3 +177,10 @@ def test_threads_of_ended_calls_run_later_ones_under_their_names():
     assert in_background(whoami, "third").result(5)[0] != first
     never.set()
     assert stuck.result(5)
+
+
+def test_a_store_that_cannot_be_or_is_not_there_is_told_with_its_address():
+    with pytest.raises(RendezvousError, match=r"no store on 127\.0\.0\.1:\d+ within 0\.0001 s"):
+        Rendezvous("127.0.0.1", 1e-4)
+    with pytest.raises(RendezvousError, match=r"nobody listens on 127\.0\.0\.1:9 within 0\.2 s"):
+        Meeting("127.0.0.1", 9, "key", 0.2).store()

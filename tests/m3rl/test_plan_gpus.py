@@ -40,11 +40,15 @@ def test_a_sync_between_gpus_is_projected(tmp_path, model):
 
 
 def test_a_sync_that_must_exceed_its_deadline_is_refused(tmp_path, model):
-    sections = {"rollout": rollout(**cuda(gpu_memory_gib=139))}
-    text = refusal(tmp_path, weight_sync={"timeout_s": 1e-6}, **sections)
+    one = config(tmp_path, rollout=rollout(**cuda(gpu_memory_gib=139)))
+    make_plan(one)
+    # Less than the configuration lets anybody write: a sync of this model takes no second.
+    hasty = one.weight_sync.model_copy(update={"timeout_s": 1e-6})
+    with pytest.raises(ConfigError) as caught:
+        make_plan(one.model_copy(update={"weight_sync": hasty}))
+    text = str(caught.value)
     assert "weight_sync.timeout_s: 1e-06" in text
     assert "is less than a sync takes at the speed of the links, 0.00 s; raise it" in text
-    make_plan(config(tmp_path, weight_sync={"timeout_s": 1}, **sections))
 
 
 def test_chunks_and_deltas_of_the_configuration_are_those_of_the_plan(tmp_path, model):
@@ -133,7 +137,11 @@ def test_experts_that_cannot_be_split_so_are_refused(tmp_path, model):
 
 
 def test_a_step_on_gpus_is_projected_in_its_parts(tmp_path, model):
-    on_gpus = {"rollout": rollout(**cuda()), "train": {"device": "cuda"}}
+    on_gpus = {
+        "rollout": rollout(**cuda()),
+        "train": {"device": "cuda"},
+        "policy": {"dtype": "bfloat16"},
+    }
     text = describe(make_plan(config(tmp_path, **on_gpus)))
     parts = r"(.*) s = generation (.*) \+ training (.*) \+ weight sync (.*), [\d,]+ tokens/s"
     total, *seconds = map(float, re.search(f"projected step .*: {parts}", text).groups())

@@ -17,6 +17,7 @@ from inference.kernels.dense_varlen import dense_varlen
 from inference.kernels.dispatch import use_kernel
 from inference.kernels.expert_gemm import expert_gemm
 from inference.kernels.experts_mlp import experts_mlp
+from inference.kernels.index_alignment import index_alignment
 from inference.kernels.index_select import index_select
 from inference.kernels.index_select_varlen import index_select_varlen
 from inference.kernels.linear import linear
@@ -128,6 +129,10 @@ def call_varlen(op: str, device: Device) -> None:
     blocks_TKB = torch.zeros(1, 1, 1, device=device, dtype=torch.int32)
     if op == "dense_varlen":
         dense_varlen(x_THD, x_THD, x_THD, packing, scale=1.0)
+    elif op == "index_alignment":
+        packing_rule = {"scale": 1.0, "index_scale": 1.0, "block_size": 16, "level": "token"}
+        tensors = (x_THD, x_THD[:, 0], x_THD, x_THD, blocks_TKB)
+        index_alignment(*tensors, packing, **packing_rule)
     elif op == "msa_varlen":
         msa_varlen(x_THD, x_THD, x_THD, blocks_TKB, packing, scale=1.0, block_size=16)
     else:
@@ -149,6 +154,7 @@ def call_experts_mlp(device: Device) -> None:
 CALLS: dict[str, Callable[[Device], object]] = {
     "experts_mlp": call_experts_mlp,
     "dense_varlen": lambda device: call_varlen("dense_varlen", device),
+    "index_alignment": lambda device: call_varlen("index_alignment", device),
     "index_select_varlen": lambda device: call_varlen("index_select_varlen", device),
     "msa_varlen": lambda device: call_varlen("msa_varlen", device),
     "add_rows": call_add_rows,

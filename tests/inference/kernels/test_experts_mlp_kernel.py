@@ -172,7 +172,8 @@ def test_frozen_mxfp8_is_the_product_with_widened_weights(ids_and_experts):
     frozen = [quantize(weight.bfloat16()) for weight in (gate_up, down)]
     widened = [dequantize(*weight, torch.float32) for weight in frozen]
     found = outputs(kernels, *head, *frozen, frozen=True)
-    agree(found, outputs(by_reference, *head, *widened, frozen=True), 1e-6)
+    # A weight's gradient is a sum of terms of both signs.
+    agree(found, outputs(by_reference, *head, *widened, frozen=True), 1e-5)
 
 
 def op(*arguments) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from m3rl.rendezvous import Rendezvous
 from m3rl.weight_sync import nccl
 from m3rl.weight_sync import transport as transport_module
 from m3rl.weight_sync.errors import SyncError, TransportError
@@ -225,7 +226,7 @@ def test_weights_on_the_cpu_cannot_travel_over_nccl(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
     monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
-    transport_module.Rendezvous("127.0.0.1", 5.0)
+    Rendezvous("127.0.0.1", 5.0)
     port = next(reversed(sync_stores()))
     with pytest.raises(TransportError, match="trainer rank 0 keeps its weights on cpu, NCCL moves"):
         Transport.join(GroupSpec(0, 1, 1, "127.0.0.1", port, "k", 1.0, "nccl"), 0, CPU)

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from inference.kernels.add_rows import add_rows
 
-# TODO: drop the old names when torch >= 2.13
+# Renamed between torch 2.11, which GPU hosts have, and 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

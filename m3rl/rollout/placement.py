@@ -198,4 +198,4 @@ def cause_of(error: BaseException) -> str:
         pid = next((line for line in lines if line.startswith("pid:")), None)
         if pid is not None:
             return f"its process died ({pid})"
-    return f"{type(cause).__name__}: {lines[-1] if lines else cause!r}"
+    return f"{type(cause).__name__}: {lines[-1]}" if lines else repr(cause)

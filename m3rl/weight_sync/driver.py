@@ -32,3 +32,4 @@ class Driver:
     keeps: bool = False
     """See `Prepare.keeps`."""
     num_replicas: int = 1
+    """That take turns at the trainer ranks; see `turns`."""

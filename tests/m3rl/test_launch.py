@@ -95,7 +95,7 @@ def test_the_faults_of_ranks_are_told_in_a_line(cluster, monkeypatch, caplog):
     ranks.close()
 
     monkeypatch.setattr(launch, "RankProcess", FailingRank)
-    with pytest.raises(launch.RankError, match=r"could not start: ValueError: .no such device"):
+    with pytest.raises(launch.RankError, match=r"could not start: ValueError: no such device"):
         launch.TrainerRanks(SETTINGS, 1, num_threads=1)
 
 

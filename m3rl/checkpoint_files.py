@@ -66,25 +66,15 @@ def weight_problems(path: Path, num_parameters: int, *, allow_mxfp8: bool = Fals
 
     The runtime reads MXFP8 too (`allow_mxfp8`), and says itself what is wrong with its scales.
     """
-    index = path / "model.safetensors.index.json"
-    single = path / "model.safetensors"
-    if single.is_file():
-        names = [single.name]
-    elif index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError) as error:
-            return [f"{index}: not a safetensors index ({error}); copy it again"]
-    else:
-        return [
-            f"{path}: neither model.safetensors nor model.safetensors.index.json; copy the weights "
-            "there, or make some with `m3rl sft CONFIG sft.init=random`"
-        ]
+    try:
+        files = weight_files(path)
+    except ValueError as error:
+        return [str(error)]
     problems: list[str] = []
     text_parameters = 0
-    for name in names:
+    for file in files:
         try:
-            tensors = read_header(path / name)
+            tensors = read_header(file)
         except ValueError as error:
             problems.append(str(error))
             continue
@@ -94,7 +84,7 @@ def weight_problems(path: Path, num_parameters: int, *, allow_mxfp8: bool = Fals
             text_parameters += math.prod(entry["shape"])
             if entry["dtype"] not in (*READABLE_DTYPES, *(["F8_E4M3"] if allow_mxfp8 else [])):
                 return [
-                    f"{path / name}: {tensor} is {entry['dtype']}; the trainer reads "
+                    f"{file}: {tensor} is {entry['dtype']}; the trainer reads "
                     f"{', '.join(READABLE_DTYPES)}: use the BF16 checkpoint (MXFP8 is for "
                     "policy.lora, `m3rl rollout` and `m3rl eval`)"
                 ]
@@ -105,6 +95,28 @@ def weight_problems(path: Path, num_parameters: int, *, allow_mxfp8: bool = Fals
             "are missing"
         )
     return problems
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of the checkpoint at `path`.
+
+    Raises:
+        ValueError: there are none, or the index is broken.
+    """
+    index = path / "model.safetensors.index.json"
+    single = path / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ValueError(
+            f"{path}: neither model.safetensors nor model.safetensors.index.json; copy the weights "
+            "there, or make some with `m3rl sft CONFIG sft.init=random`"
+        )
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (json.JSONDecodeError, KeyError) as error:
+        raise ValueError(f"{index}: not a safetensors index ({error}); copy it again") from None
+    return [path / name for name in sorted(names)]
 
 
 def read_header(file: Path) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""Of which tensors a model consists, from its files alone: what trainer and replicas both hold.
+
+MiniMax-M3: the published names that its config.json gives. Any other architecture: the names of its
+own checkpoint, from the safetensors headers, in the order of the forward pass.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from inference.config import ModelConfig
+from inference.models.name_map import published_tensors
+from m3rl.checkpoint_files import READABLE_DTYPES, read_header, weight_files
+from m3rl.errors import M3rlError
+from m3rl.types import TensorSlot
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+class ModelLayoutError(M3rlError):
+    """The files of a model do not say what it consists of."""
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Content of config.json.
+
+    Raises:
+        ModelLayoutError: it is missing or no JSON object.
+    """
+    file = path / "config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelLayoutError(f"{file}: missing; model.path names a checkpoint folder") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelLayoutError(f"{file}: not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ModelLayoutError(f"{file}: holds no JSON object")
+    return content
+
+
+def is_m3(path: Path) -> bool:
+    """Whether the model at `path` is a MiniMax-M3, which the bundled runtime and trainer know.
+
+    Raises:
+        ModelLayoutError: see `read_model_config`.
+    """
+    return str(read_model_config(path).get("model_type", "")).startswith("minimax_m3")
+
+
+def whole_layout(path: Path, dtype: str) -> list[TensorSlot]:
+    """Every tensor of the text model at `path` as one slot, in the order of the forward pass.
+
+    Args:
+        dtype: of the wire, 'float32' or 'bfloat16'; what M3 keeps in FP32 is 'float32' anyway.
+
+    Raises:
+        ModelLayoutError: no readable weight files (not needed for M3), a tensor twice, or one that
+            is no floating-point tensor.
+    """
+    if is_m3(path):
+        return [
+            _slot(spec.name, "float32" if spec.is_fp32 else dtype, spec.shape, spec.bucket)
+            for spec in published_tensors(ModelConfig.from_pretrained(path))
+        ]
+    found: dict[str, tuple[int, ...]] = {}
+    try:
+        headers = [(file, read_header(file)) for file in weight_files(path)]
+    except ValueError as error:
+        raise ModelLayoutError(str(error)) from None
+    for file, header in headers:
+        for name, entry in header.items():
+            if entry["dtype"] not in READABLE_DTYPES:
+                raise ModelLayoutError(
+                    f"{file}: {name} is {entry['dtype']}; {', '.join(READABLE_DTYPES)} can be "
+                    "trained and synced"
+                )
+            if name in found:
+                raise ModelLayoutError(f"{file}: {name} is in another file, too")
+            found[name] = tuple(entry["shape"])
+    return [_slot(name, dtype, found[name], _bucket(name)) for name in sorted(found, key=_order)]
+
+
+def _slot(name: str, dtype: str, shape: tuple[int, ...], bucket: str) -> TensorSlot:
+    return TensorSlot(name, dtype, shape, tuple((0, size) for size in shape), bucket)
+
+
+def _bucket(name: str) -> str:
+    layer = _LAYER.search(name)
+    if layer is not None:
+        return f"layer.{layer[1]}"
+    return "pre" if "embed" in name else "post"
+
+
+def _order(name: str) -> tuple[int, int, str]:
+    bucket = _bucket(name)
+    place = {"pre": 0, "post": 2}.get(bucket, 1)
+    number = int(bucket.removeprefix("layer.")) if place == 1 else 0
+    return place, number, re.sub(r"\d+", lambda digits: digits[0].zfill(6), name)

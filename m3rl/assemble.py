@@ -71,8 +71,10 @@ def rank_settings(config: Config) -> RankSettings:
 
 
 def replica_settings(config: Config) -> ReplicaSettings:
-    """What every replica is told; it computes in the dtype that the weight sync carries."""
+    """What every replica of the bundled runtime is told; it computes in the dtype that the weight
+    sync carries."""
     backend = config.rollout.backend
+    assert backend.kind == "m3", "vLLM's replicas are told `vllm_settings`"
     engine: dict[str, Any] = backend.engine.model_dump()
     engine |= {
         "dtype": config.policy.dtype,
@@ -91,7 +93,7 @@ def replica_settings(config: Config) -> ReplicaSettings:
 def num_workers(config: Config) -> int:
     """Processes of all replicas."""
     backend = config.rollout.backend
-    return backend.num_replicas * backend.parallel.tp * backend.parallel.dp
+    return backend.num_replicas * backend.ranks_per_replica
 
 
 def check_trainable(config: Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from m3rl.config import ConfigError
 from m3rl.plan import Plan, size_text
 from m3rl.plan_fit import split
 from m3rl.plan_time import StepTime, active_parameters, measured_rates, step_time
@@ -18,12 +19,6 @@ H200_BYTES = 139 << 30
 
 def describe(plan: Plan) -> str:
     """The plan as a few tables, and what a launch needs besides."""
-    capacity = plan.num_pages * plan.page_size
-    fits = (
-        "all of a step fits at once"
-        if plan.demand_pages <= plan.num_pages
-        else f"requests wait for pages: {plan.demand_pages / plan.num_pages:.1f} rounds"
-    )
     lines = [
         f"{plan.name}: {plan.trainer.ranks} trainer rank(s){_trainer_split(plan.trainer)}, "
         f"{plan.num_replicas} replica(s){_replica_split(plan.sync)}",
@@ -34,9 +29,7 @@ def describe(plan: Plan) -> str:
         "",
         *_trainer_lines(plan),
         f"tokens of a training step: at most {plan.demand.tokens:,}",
-        f"KV room of a replica: {plan.num_pages:,} pages of {plan.page_size} = {capacity:,} tokens"
-        + _room(plan),
-        f"a step needs at most {plan.demand_pages:,} pages of it: {fits}",
+        *_page_lines(plan),
         *_sync_lines(plan),
         *_time_lines(plan),
     ]
@@ -46,7 +39,16 @@ def describe(plan: Plan) -> str:
 
 
 def gpu_table(plan: Plan, sizes: Sequence[int]) -> tuple[str, bool]:
-    """One row for each number of GPUs, and whether any of them works (`plan_fit.split`)."""
+    """One row for each number of GPUs, and whether any of them works (`plan_fit.split`).
+
+    Raises:
+        ConfigError: replicas are vLLM's, which measure their memory when they start.
+    """
+    if plan.num_pages is None:
+        raise ConfigError(
+            "--gpus: plans replicas of the bundled runtime, and rollout.backend.kind: vllm shares "
+            "a GPU out when it starts; leave --gpus out, or add rollout.backend.kind=m3"
+        )
     gpu_bytes = H200_BYTES if plan.replica.gpu_bytes is None else plan.replica.gpu_bytes
     rows, works = [], False
     for size in sizes:
@@ -126,6 +128,22 @@ def _trainer_lines(plan: Plan) -> list[str]:
     return lines
 
 
+def _page_lines(plan: Plan) -> list[str]:
+    if plan.num_pages is None:
+        return []
+    capacity = plan.num_pages * plan.page_size
+    fits = (
+        "all of a step fits at once"
+        if plan.demand_pages <= plan.num_pages
+        else f"requests wait for pages: {plan.demand_pages / plan.num_pages:.1f} rounds"
+    )
+    return [
+        f"KV room of a replica: {plan.num_pages:,} pages of {plan.page_size} = {capacity:,} tokens"
+        + _room(plan),
+        f"a step needs at most {plan.demand_pages:,} pages of it: {fits}",
+    ]
+
+
 def _sync_lines(plan: Plan) -> list[str]:
     found, setting = plan.projection, plan.sync
     mean = round(sum(found.sent_bytes) / len(found.sent_bytes))
@@ -156,8 +174,8 @@ def _time_lines(plan: Plan) -> list[str]:
 
 
 def _step_time(trainer: TrainerSetting, sync: SyncSetting, plan: Plan) -> StepTime | None:
-    """None where a part of the step runs on no GPU."""
-    if "cpu" in (trainer.device, sync.engine.device):
+    """None where a part of the step runs on no GPU, or in vLLM, whose rates nobody measured."""
+    if plan.num_pages is None or "cpu" in (trainer.device, sync.engine.device):
         return None
     return step_time(trainer, sync, plan.demand)
 

@@ -34,6 +34,7 @@ from m3rl.plan_time import Demand
 from m3rl.plan_trainer import TrainerMemory, TrainerSetting
 from m3rl.plan_vllm import (
     longest_row,
+    missing_vllm,
     vllm_m3_problems,
     vllm_memory,
     vllm_model_problems,
@@ -125,6 +126,8 @@ def make_plan(
     if model is not None and config.rollout.backend.kind == "vllm":
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
         problems += vllm_model_problems(config, raw)
+    if absent := missing_vllm(config):
+        (problems if is_launch else needed).append(absent)
     problems += _run_dir_problems(config)
     if problems or sizes is None:
         raise ConfigError("\n".join(problems))

@@ -13,8 +13,21 @@ from inference.memory import MemoryPlan, size_text
 from inference.parallel.config import ParallelConfig
 from m3rl.config import Config
 from m3rl.config_vllm import VllmBackendConfig
+from m3rl.rollout.backend import BackendError
+from m3rl.rollout.vllm_version import installed_version
 
 MAX_POSITIONS = "max_position_embeddings"
+
+
+def missing_vllm(config: Config) -> str | None:
+    """Why this machine cannot start the replicas that are wanted; vLLM is not imported for it."""
+    if config.rollout.backend.kind != "vllm":
+        return None
+    try:
+        installed_version()
+    except BackendError as error:
+        return str(error)
+    return None
 
 
 def longest_row(config: Config) -> int:

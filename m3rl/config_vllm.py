@@ -55,6 +55,9 @@ SET_BY_M3RL = {
     "decode_context_parallel_size": _PIPELINE,
     "enable_eplb": "experts that wander would be written to the wrong rank",
     "enable_elastic_ep": "experts that wander would be written to the wrong rank",
+    "kv_cache_memory_bytes": "set rollout.backend.engine.kv_cache_gib on the CPU; on a GPU "
+    "gpu_memory_utilization says it",
+    "scheduling_policy": "requests come out in the order in which they were put in",
     "data_parallel_size": _REPLICAS,
     "nnodes": "the ranks of a replica are on one host; set tensor_parallel_size",
     "disable_log_stats": "stats of the engine become metrics",
@@ -97,7 +100,8 @@ class VllmEngineOptions(Section):
     """Keep the KV blocks of prompts for later ones. vLLM drops them at a new version only while no
     request runs, so weight_sync.pause must be drain or recompute."""
     enforce_eager: Bool = False
-    """Compile nothing and capture no graphs: starts sooner, decodes slower."""
+    """With device: cuda, compile nothing and capture no graphs: starts sooner, decodes slower. With
+    device: cpu nothing is compiled anyway."""
     start_timeout_s: Seconds = 900.0
     """Longest start of a replica: imports, compilation, profiling of memory."""
     extra: dict[str, Any] = Field(default={})

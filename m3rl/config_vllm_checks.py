@@ -76,6 +76,11 @@ def idle_vllm_keys(backend: VllmBackendConfig) -> Iterator[tuple[str, bool, str]
         "rollout.backend.device: cpu takes kv_cache_gib; set that, or leave it out",
     )
     yield (
+        f"{engine}.enforce_eager",
+        backend.device == "cpu",
+        "rollout.backend.device: cpu never compiles; leave it out",
+    )
+    yield (
         f"{engine}.kv_cache_gib",
         backend.device == "cuda",
         "rollout.backend.device: cuda takes what gpu_memory_utilization leaves beside the weights; "

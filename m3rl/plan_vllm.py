@@ -82,6 +82,12 @@ def vllm_m3_problems(config: Config, model: ModelConfig) -> Iterator[str]:
     """What vLLM's CPU build cannot do with a MiniMax-M3: attention over chosen blocks."""
     if config.rollout.backend.device != "cpu":
         return
+    ranks = config.rollout.backend.ranks_per_replica
+    if ranks > 1:
+        yield (
+            f"rollout.backend.engine.tensor_parallel_size: {ranks}, and vLLM's CPU build runs "
+            "MiniMax-M3 on one rank; set 1, and rollout.backend.num_replicas for more"
+        )
     exact, length = model.index_topk_blocks * model.index_block_size, vllm_model_len(config)
     if length > exact:
         yield (

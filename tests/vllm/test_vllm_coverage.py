@@ -97,9 +97,7 @@ def test_a_tied_head_that_comes_nevertheless_must_be_the_embedding(model):
     model.load(target, 3)
     assert target.version == 3
     model.tensors["lm_head.weight"] = model.tensors[embedding.name] * 2
-    with pytest.raises(
-        WeightLoadError, match=r"^lm_head\.weight and model\.embed_tokens\.w"
-    ):
+    with pytest.raises(WeightLoadError, match=r"^lm_head\.weight and model\.embed_tokens\.w"):
         model.load(target, 4)
     assert target.version is None
 

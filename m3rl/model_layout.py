@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from inference.config import ModelConfig
 from inference.models.name_map import published_tensors
-from m3rl.checkpoint_files import READABLE_DTYPES, read_header, weight_files
 from m3rl.errors import M3rlError
 from m3rl.types import TensorSlot
+from m3rl.weight_files import READABLE_DTYPES, read_header, weight_files
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Tied embeddings are stored under both names by some: the first counts."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -81,7 +84,14 @@ def whole_layout(path: Path, dtype: str) -> list[TensorSlot]:
             if name in found:
                 raise ModelLayoutError(f"{file}: {name} is in another file, too")
             found[name] = tuple(entry["shape"])
-    return [_slot(name, dtype, found[name], _bucket(name)) for name in sorted(found, key=_order)]
+    if read_model_config(path).get("tie_word_embeddings") is True and EMBEDDING in found:
+        found.pop(HEAD, None)
+    return layout_of(found, dtype)
+
+
+def layout_of(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> list[TensorSlot]:
+    """Tensors of a checkpoint that is no M3 as whole slots, in the order of the forward pass."""
+    return [_slot(name, dtype, shapes[name], _bucket(name)) for name in sorted(shapes, key=_order)]
 
 
 def _slot(name: str, dtype: str, shape: tuple[int, ...], bucket: str) -> TensorSlot:

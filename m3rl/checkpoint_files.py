@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from m3rl.rollout.chat import END, MARKERS
+from m3rl.rollout.markers import END, MARKERS
 from m3rl.weight_files import READABLE_DTYPES, read_header, weight_files
 
 SCALE_SUFFIX = "_scale_inv"

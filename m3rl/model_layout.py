@@ -34,10 +34,14 @@ def read_model_config(path: Path) -> dict[str, Any]:
         ModelLayoutError: it is missing or no JSON object.
     """
     file = path / "config.json"
+    if not file.is_file():
+        raise ModelLayoutError(f"{file}: missing; model.path names a checkpoint folder")
+    return _read_object(file)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelLayoutError(f"{file}: missing; model.path names a checkpoint folder") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelLayoutError(f"{file}: not valid JSON ({error})") from None
     if not isinstance(content, dict):
@@ -52,6 +56,36 @@ def is_m3(path: Path) -> bool:
         ModelLayoutError: see `read_model_config`.
     """
     return str(read_model_config(path).get("model_type", "")).startswith("minimax_m3")
+
+
+def stop_ids(path: Path) -> tuple[int, ...]:
+    """Tokens that end a completion: eos_token_id of config.json and generation_config.json.
+
+    Raises:
+        ModelLayoutError: see `read_model_config`.
+    """
+    found = [read_model_config(path).get("eos_token_id")]
+    generation = path / "generation_config.json"
+    if generation.is_file():
+        found.append(_read_object(generation).get("eos_token_id"))
+    ids = [one if isinstance(one, list) else [one] for one in found if one is not None]
+    return tuple(dict.fromkeys(int(token) for each in ids for token in each))
+
+
+def max_positions(path: Path) -> int:
+    """Tokens of the longest sequence that the model has positions for.
+
+    Raises:
+        ModelLayoutError: config.json does not say.
+    """
+    if is_m3(path):
+        return ModelConfig.from_pretrained(path).max_position_embeddings
+    positions = read_model_config(path).get("max_position_embeddings")
+    if not isinstance(positions, int) or isinstance(positions, bool) or positions < 1:
+        raise ModelLayoutError(
+            f"{path / 'config.json'}: max_position_embeddings is {positions!r}, no number of tokens"
+        )
+    return positions
 
 
 def whole_layout(path: Path, dtype: str) -> list[TensorSlot]:

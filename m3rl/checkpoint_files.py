@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from m3rl.rollout.markers import END, MARKERS
 from m3rl.weight_files import READABLE_DTYPES, read_header, weight_files
@@ -19,31 +20,66 @@ SCALE_SUFFIX = "_scale_inv"
 
 def tokenizer_problems(path: Path, vocab_size: int | None, eos_ids: Sequence[int]) -> list[str]:
     """What is wrong with tokenizer and chat template of the checkpoint at `path`."""
+    tokenizer, faults = _read_tokenizer(path)
+    if faults:
+        return faults
     file = path / "tokenizer.json"
-    if not file.is_file():
-        return [f"{file}: missing; copy the tokenizer of the checkpoint there"]
-    try:
-        tokenizer = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return [f"{file}: not valid JSON ({error}); copy it again"]
     ids = {str(t["content"]): int(t["id"]) for t in tokenizer.get("added_tokens", [])}
     if missing := [marker for marker in MARKERS if marker not in ids]:
         return [
             f"{file}: lacks the markers {' '.join(missing)} as single tokens; use the tokenizer of "
             "an M3 checkpoint, or add them as added_tokens"
         ]
-    problems = []
-    if vocab_size is not None and (beyond := max(ids.values())) >= vocab_size:
-        problems.append(
-            f"{file}: has token id {beyond}, and config.json a vocab_size of {vocab_size}; "
-            "they belong to different models"
-        )
+    problems = _vocabulary_problems(file, ids, vocab_size)
     if eos_ids and ids[END] not in eos_ids:
         problems.append(
             f"{file}: {END} is token {ids[END]}, and the model ends at eos_token_id "
             f"{list(eos_ids)}; add it to eos_token_id in config.json or generation_config.json"
         )
     return problems + _template_problems(path)
+
+
+def own_tokenizer_problems(
+    path: Path, vocab_size: int | None, stop_ids: Sequence[int]
+) -> list[str]:
+    """The same for a model of another architecture, whose dialogues have markers of their own.
+
+    Args:
+        stop_ids: tokens at which the model ends a completion.
+    """
+    tokenizer, faults = _read_tokenizer(path)
+    if faults:
+        return faults
+    file = path / "tokenizer.json"
+    ids = {str(t["content"]): int(t["id"]) for t in tokenizer.get("added_tokens", [])}
+    problems = _vocabulary_problems(file, ids, vocab_size)
+    if not stop_ids:
+        problems.append(
+            f"{path}: neither config.json nor generation_config.json has an eos_token_id; give the "
+            "token that ends a turn"
+        )
+    return problems + _template_problems(path)
+
+
+def _read_tokenizer(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """(content of tokenizer.json, what is wrong with the file)."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return {}, [f"{file}: missing; copy the tokenizer of the checkpoint there"]
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return {}, [f"{file}: not valid JSON ({error}); copy it again"]
+    return content, []
+
+
+def _vocabulary_problems(file: Path, ids: Mapping[str, int], vocab_size: int | None) -> list[str]:
+    if vocab_size is None or not ids or (beyond := max(ids.values())) < vocab_size:
+        return []
+    return [
+        f"{file}: has token id {beyond}, and config.json a vocab_size of {vocab_size}; "
+        "they belong to different models"
+    ]
 
 
 def _template_problems(path: Path) -> list[str]:

@@ -19,15 +19,13 @@ from m3rl.rollout.vllm_version import installed_version
 MAX_POSITIONS = "max_position_embeddings"
 
 
-def missing_vllm(config: Config) -> str | None:
-    """Why this machine cannot start the replicas that are wanted; vLLM is not imported for it."""
-    if config.rollout.backend.kind != "vllm":
-        return None
+def missing_vllm() -> list[str]:
+    """Why this machine cannot start vLLM, which is not imported for it; empty: it can."""
     try:
         installed_version()
     except BackendError as error:
-        return str(error)
-    return None
+        return [str(error)]
+    return []
 
 
 def longest_row(config: Config) -> int:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from inference.engine.coverage import WeightLoadError
+from m3rl.rollout.vllm_reload import pack_tied_layers, put_back, replaced
 
 LISTED = 4
 """Names that an error shows of each kind."""
@@ -82,6 +83,10 @@ class Flow(TorchDispatchMode):
             mark[1].update(names)
 
 
+_Counts = dict[str, tuple[int, int]]
+"""Layer -> elements that it took, and that it has."""
+
+
 @dataclass(slots=True)
 class _Filled:
     """What was found in one parameter, after its load."""
@@ -102,9 +107,12 @@ class CoverageCheck:
     """Of names that may lie on other workers of the replica."""
     not_here: frozenset[str] = frozenset()
     """After a load: names of `elsewhere` that reached no parameter of this worker."""
-    _counts: dict[str, tuple[int, int]] | None = None
-    """Layer -> elements that it took in the first load, and that it has."""
+    _counts: _Counts | None = None
+    """Of the first load; None before it, and after one that failed."""
     _filled: dict[tuple[str, str], _Filled] = field(default_factory=dict)
+    _one_memory: list[tuple[str, ...]] = field(default_factory=list)
+    """Names of tensors that vLLM loads into the same parameter, one over the other: a head that is
+    tied to the embedding, and comes nevertheless."""
 
     @contextmanager
     def watched(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
@@ -116,7 +124,7 @@ class CoverageCheck:
         """
         from vllm.model_executor.model_loader.reload import layerwise
 
-        counts: dict[str, tuple[int, int]] = {}
+        counts: _Counts = {}
         layer_names = {module: name for name, module in self.model.named_modules()}
         process = layerwise._layerwise_process
 
@@ -124,19 +132,22 @@ class CoverageCheck:
             counts[layer_names[layer]] = info.load_numel, info.load_numel_total
             process(layer, info)
 
-        with ExitStack() as stack:
-            stack.enter_context(_replaced(layerwise, "_layerwise_process", counted))
+        with put_back(self.model), ExitStack() as stack:
+            stack.enter_context(replaced(layerwise, "_layerwise_process", counted))
             flow = None
             if self._counts is None:
                 flow = self._follow(stack, tensors, layer_names)
+            first, self._counts = self._counts, None  # after a failure it is followed anew
             yield
             pack_tied_layers(self.model, counts)
         if flow is not None:
             self._check_first(flow, tensors)
+            self._one_memory = self._names_of_one_memory()
             self._filled.clear()
-            self._counts = counts
-        elif counts != self._counts:
-            self._raise_changed(counts)
+        elif first is not None and counts != first:
+            self._raise_changed(counts, first)
+        self._check_equal(tensors)
+        self._counts = counts
 
     def _follow(
         self, stack: ExitStack, tensors: Mapping[str, Tensor], layer_names: Mapping[Any, str]
@@ -155,7 +166,7 @@ class CoverageCheck:
                 info.loaded_weights, lambda: self._note(flow, layer_names[layer], layer)
             )
 
-        stack.enter_context(_replaced(layerwise, "materialize_layer", materialized))
+        stack.enter_context(replaced(layerwise, "materialize_layer", materialized))
         stack.enter_context(flow)
         return flow
 
@@ -194,6 +205,25 @@ class CoverageCheck:
                 "names; nothing is served"
             )
 
+    def _names_of_one_memory(self) -> list[tuple[str, ...]]:
+        found: dict[int, set[str]] = {}
+        for layer_name, layer in self.model.named_modules():
+            for name, tensor in _own_tensors(layer):
+                filled = self._filled.get((layer_name, name))
+                if filled is not None and len(filled.names) == 1 and tensor.numel():
+                    found.setdefault(tensor.data_ptr(), set()).update(filled.names)
+        return [tuple(sorted(names)) for names in found.values() if len(names) > 1]
+
+    def _check_equal(self, tensors: Mapping[str, Tensor]) -> None:
+        for first, *others in self._one_memory:
+            for other in others:
+                if not torch.equal(tensors[first], tensors[other]):
+                    raise WeightLoadError(
+                        f"{first} and {other} are one parameter in vLLM, as the config's "
+                        "tie_word_embeddings says, and came with different values; untie them in "
+                        "config.json, or train them tied"
+                    )
+
     def _parameters(self) -> Iterator[tuple[str, str]]:
         for layer_name, layer in self.model.named_modules():
             for name, _ in _own_tensors(layer):
@@ -208,51 +238,16 @@ class CoverageCheck:
                 if name in SKIP_TENSORS:
                     yield (layer_name, name), tensor
 
-    def _raise_changed(self, counts: dict[str, tuple[int, int]]) -> None:
-        assert self._counts is not None, "the first load sets it"
-        names = sorted(counts.keys() | self._counts.keys())
+    def _raise_changed(self, counts: _Counts, first: _Counts) -> None:
         changed = [
-            f"{name} ({counts.get(name, (0, 0))[0]} elements, {self._counts.get(name, (0, 0))[0]} "
-            "in the first load)"
-            for name in names
-            if counts.get(name) != self._counts.get(name)
+            f"{name} ({counts.get(name, (0, 0))[0]} elements, {first.get(name, (0, 0))[0]} in the "
+            "first load)"
+            for name in sorted(counts.keys() | first.keys())
+            if counts.get(name) != first.get(name)
         ]
         raise WeightLoadError(
             "; ".join(_listed("vLLM took other elements than in the first load: ", changed))
         )
-
-
-def pack_tied_layers(model: nn.Module, loaded: Collection[str]) -> None:
-    """Have layers that share the parameter of one in `loaded`, and were not loaded themselves, pack
-    it anew: a head that is tied to the embedding keeps a packed copy of it on the CPU, which vLLM's
-    reload leaves as it was."""
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-
-    layers = dict(model.named_modules())
-    memory = {
-        parameter.untyped_storage().data_ptr()
-        for name in loaded
-        for parameter in layers[name].parameters(recurse=False)
-        if parameter.numel()
-    }
-    for name, layer in layers.items():
-        method = getattr(layer, "quant_method", None)
-        if name in loaded or not isinstance(method, QuantizeMethodBase):
-            continue
-        own = {each.untyped_storage().data_ptr() for each in layer.parameters(recurse=False)}
-        if own & memory:
-            method.process_weights_after_loading(layer)
-
-
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Have `module` call `value` by `name` inside the block."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 class _TellsItsEnd(list[Any]):

@@ -80,9 +80,6 @@ class VllmEngine:
         self._held: list[Generated] = []
         """Outputs made between steps; the next step returns them."""
         self._paused: PauseMode | None = None
-        self._is_dead = False
-        if hasattr(self._core.model_executor, "register_failure_callback"):
-            self._core.model_executor.register_failure_callback(self._note_death)
         self.version: int | None = None
         options = WeightOptions(
             settings.model_path,
@@ -99,12 +96,14 @@ class VllmEngine:
     @property
     def fault(self) -> str:
         """Why the engine is lost, as far as nobody has stepped into it; '' if it is not."""
-        return "a worker process of vLLM died" if self._is_dead else ""
+        # Its executor watches processes, and says so before it has ended the others.
+        is_dead = getattr(self._core.model_executor, "is_failed", False)
+        return "a worker process of vLLM died" if is_dead else ""
 
     @property
     def has_work(self) -> bool:
         is_serving = self.version is not None and self._paused is None
-        return bool(self._held) or (is_serving and bool(self._live)) or self._is_dead
+        return bool(self._held) or (is_serving and bool(self._live))
 
     def add(self, request: GenerationRequest) -> None:
         """Put a request at the end of the line.
@@ -138,7 +137,7 @@ class VllmEngine:
         Raises:
             BackendError: a worker process is gone.
         """
-        if self._is_dead:
+        if self.fault:
             raise BackendError(self.fault)
         if self._paused is None and self._live:
             self._step()
@@ -325,10 +324,6 @@ class VllmEngine:
         from vllm.v1.engine import FinishReason
 
         return state._new_completion_output([], FinishReason.ABORT, None)
-
-    def _note_death(self) -> None:
-        logger.error("a worker process of vLLM died")
-        self._is_dead = True
 
 
 def eos_token_ids(path: Path) -> tuple[int, ...]:

@@ -85,8 +85,8 @@ def require_dense_is_exact(path: str, max_model_len: int) -> None:
     num_kept = config.index_topk_blocks * config.index_block_size
     if config.sparse_layers and max_model_len > num_kept:
         raise BackendError(
-            f"rollout.backend.engine.max_model_len={max_model_len}: vLLM's CPU build computes M3 with "
-            f"dense attention, which is exact up to {num_kept} tokens (index_topk_blocks="
+            f"rollout.backend.engine.max_model_len={max_model_len}: vLLM's CPU build computes M3 "
+            f"with dense attention, which is exact up to {num_kept} tokens (index_topk_blocks="
             f"{config.index_topk_blocks} times index_block_size={config.index_block_size} in "
             f"{Path(path) / 'config.json'}); shorten it, or set rollout.backend.kind: m3"
         )

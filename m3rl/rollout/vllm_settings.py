@@ -168,8 +168,8 @@ def _m3_arguments(settings: VllmSettings) -> dict[str, Any]:
         return {"hf_overrides": vllm_m3.TextOnly(settings.model_path, is_dense=False)}
     if settings.tensor_parallel_size > 1:
         raise BackendError(
-            f"rollout.backend.engine.tensor_parallel_size={settings.tensor_parallel_size}: vLLM's CPU "
-            "build runs M3 on one worker; set 1"
+            f"rollout.backend.engine.tensor_parallel_size={settings.tensor_parallel_size}: vLLM's "
+            "CPU build runs M3 on one worker; set 1"
         )
     if settings.capture_routing:
         raise BackendError(

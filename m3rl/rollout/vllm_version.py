@@ -32,6 +32,8 @@ INTERFACE = (
     ("vllm.model_executor.model_loader.reload.layerwise", "materialize_layer"),
     ("vllm.model_executor.model_loader.reload.layerwise", "_layerwise_process"),
     ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info"),
+    ("vllm.model_executor.model_loader.reload.layerwise", "_place_kernel_tensors"),
+    ("vllm.model_executor.model_loader.reload.layerwise", "_get_original_loader"),
     ("vllm.model_executor.model_loader.reload.meta", "SKIP_TENSORS"),
     ("vllm.model_executor.model_loader.reload.meta", "SKIP_LOAD_TENSORS"),
 )

@@ -22,6 +22,7 @@ from tests.m3rl.rank_cases import SETTINGS, random_batch, start
 
 MODEL = Path("configs/models/tiny_qwen3")
 NUM_PARAMETERS = 468_736
+SHORT = {"micro_batch_tokens": 1024}
 
 
 def config(folder: Path, model: Path = MODEL, **sections) -> Config:
@@ -135,6 +136,14 @@ def test_what_m3_alone_has_is_refused_with_its_key(tmp_path, section, values, ke
     with pytest.raises(ConfigError, match=f"{key}: is for MiniMax-M3") as refusal:
         make_plan(config(tmp_path, **{section: values}), generates=False)
     assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("head_dim", [36, 256])
+def test_heads_that_no_kernel_takes_are_refused_on_a_gpu(tmp_path, copied, head_dim):
+    change(copied / "config.json", head_dim=head_dim)
+    assert plan(tmp_path, copied)
+    with pytest.raises(ConfigError, match=f"train.device: cuda .* have {head_dim}; set cpu"):
+        plan(tmp_path, copied, train={"device": "cuda"}, policy={"dtype": "bfloat16", **SHORT})
 
 
 def test_nothing_of_it_is_refused_for_m3(tmp_path):

@@ -21,11 +21,10 @@ from inference.memory import (
 from inference.parallel.config import ParallelConfig
 from m3rl.checkpoint_files import tokenizer_problems, weight_problems
 from m3rl.config import Config, ConfigError
-from m3rl.config_architecture import architecture_conflicts
 from m3rl.config_checks import idle_keys
 from m3rl.config_policy import lora_settings
 from m3rl.model_layout import ModelLayoutError, is_m3
-from m3rl.plan_any import AnyPlan, gpu_problems, model_problems, plan_any
+from m3rl.plan_any import AnyPlan, make_any_plan
 from m3rl.plan_files import dataset_problems, is_here, missing_reward, run_dir_problems
 from m3rl.plan_fit import micro_batches, remedies
 from m3rl.plan_lora import plan_rank
@@ -93,7 +92,14 @@ def make_plan(
     """
     path = config.find(config.model.path)
     if _is_other(path):
-        return _plan_other(config, path, required, is_launch=is_launch, generates=generates)
+        return make_any_plan(
+            config,
+            path,
+            required,
+            notices=_notices(config),
+            is_launch=is_launch,
+            generates=generates,
+        )
     allow_mxfp8 = allow_mxfp8 or config.policy.lora is not None
     problems: list[str] = []
     notices: list[str] = []
@@ -131,38 +137,6 @@ def _is_other(path: Path) -> bool:
         return not is_m3(path)
     except ModelLayoutError:
         return False
-
-
-def _plan_other(
-    config: Config,
-    path: Path,
-    required: Collection[ModelPart],
-    *,
-    is_launch: bool,
-    generates: bool,
-) -> AnyPlan:
-    """`make_plan` for a model of another architecture."""
-    notices = list(_notices(config))
-    needed: list[str] = []
-    problems = [
-        f"{message} ({', '.join(f'{key} from {config.origin(key)}' for key in keys)})"
-        for message, keys in architecture_conflicts(config, path, generates=generates)
-    ]
-    for part, faults in model_problems(config, path).items():
-        is_elsewhere = not is_launch and part != "model" and not is_here(path, part)
-        is_required = part == "model" or part in required
-        where = needed if is_elsewhere else problems if is_required else notices
-        where += faults
-    for fault, is_missing in dataset_problems(config):
-        (needed if is_missing and not is_launch else problems).append(fault)
-    problems += run_dir_problems(config)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    needed += [] if is_launch else missing_reward(config)
-    plan = plan_any(config, path, notices, needed)
-    if too_large := list(gpu_problems(config, plan)):
-        raise ConfigError("\n".join(too_large))
-    return plan
 
 
 class _Sizes(NamedTuple):

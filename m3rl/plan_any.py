@@ -16,7 +16,8 @@ from typing import Any
 
 from inference.memory import DTYPE_BYTES, NCCL_BYTES, RESERVED_BYTES, size_text
 from m3rl.checkpoint_files import own_tokenizer_problems
-from m3rl.config import Config
+from m3rl.config import Config, ConfigError
+from m3rl.config_architecture import architecture_conflicts
 from m3rl.model_layout import (
     EMBEDDING,
     HEAD,
@@ -26,6 +27,7 @@ from m3rl.model_layout import (
     stop_ids,
     whole_layout,
 )
+from m3rl.plan_files import dataset_problems, is_here, missing_reward, run_dir_problems
 from m3rl.plan_trainer import FP32, MIN_TILE_IDS, STAGED_BYTES, TILE_LOGITS, nonzero
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.trainer_layout import chunk, expert_of
@@ -59,13 +61,51 @@ class AnyPlan:
     """From the busiest trainer rank in a weight sync of one replica."""
     received_bytes: int
     """To each worker: all weights, whole."""
+    replica: dict[str, int]
+    """Bytes of one rank of a replica by use; empty where none is started."""
     step_tokens: int
     notices: tuple[str, ...]
     needed: tuple[str, ...] = ()
     """What a launch needs and this machine lacks."""
 
 
-def model_problems(config: Config, path: Path) -> dict[str, list[str]]:
+def make_any_plan(
+    config: Config,
+    path: Path,
+    required: Collection[str],
+    *,
+    notices: Collection[str],
+    is_launch: bool,
+    generates: bool,
+) -> AnyPlan:
+    """`plan.make_plan` for a model at `path` that is no M3.
+
+    Args:
+        notices: what is worth knowing of the configuration whatever the model.
+    """
+    notices, needed = list(notices), list[str]()
+    problems = [
+        f"{message} ({', '.join(f'{key} from {config.origin(key)}' for key in keys)})"
+        for message, keys in architecture_conflicts(config, path, generates=generates)
+    ]
+    for part, faults in _model_problems(config, path).items():
+        is_elsewhere = not is_launch and part != "model" and not is_here(path, part)
+        is_required = part == "model" or part in required
+        where = needed if is_elsewhere else problems if is_required else notices
+        where += faults
+    for fault, is_missing in dataset_problems(config):
+        (needed if is_missing and not is_launch else problems).append(fault)
+    problems += run_dir_problems(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    needed += [] if is_launch else missing_reward(config)
+    plan = _plan_of(config, path, notices, needed)
+    if too_large := list(_gpu_problems(config, plan)):
+        raise ConfigError("\n".join(too_large))
+    return plan
+
+
+def _model_problems(config: Config, path: Path) -> dict[str, list[str]]:
     """What is wrong with the model at `path`: 'model', 'tokenizer', 'weights' -> a line each."""
     content = read_model_config(path)
     vocab_size = content.get("vocab_size")
@@ -98,7 +138,7 @@ def _length_problems(config: Config, positions: int) -> Iterator[str]:
         )
 
 
-def plan_any(
+def _plan_of(
     config: Config, path: Path, notices: Collection[str], needed: Collection[str]
 ) -> AnyPlan:
     """Add up what a run needs of a model whose files are right, as far as they are there."""
@@ -120,6 +160,7 @@ def plan_any(
         host_bytes=rank.adam if config.optimizer.offload else 0,
         sent_bytes=width * rank.own,
         received_bytes=width * rank.total,
+        replica={},
         step_tokens=rollout.prompts_per_step * rollout.group_size * row,
         notices=tuple(notices),
         needed=tuple(needed),
@@ -135,7 +176,7 @@ def by_class(slots: Collection[TensorSlot]) -> dict[str, int]:
     return counts
 
 
-def gpu_problems(config: Config, plan: AnyPlan) -> Iterator[str]:
+def _gpu_problems(config: Config, plan: AnyPlan) -> Iterator[str]:
     """A trainer rank that does not fit its GPU."""
     memory_gib = config.rollout.backend.gpu_memory_gib
     if config.train.device == "cpu" or memory_gib is None:

@@ -36,6 +36,9 @@ def _parameter_table(plan: AnyPlan) -> str:
 
 
 def _memory_table(plan: AnyPlan) -> str:
-    uses = [*plan.trainer.items(), ("all", sum(plan.trainer.values()))]
-    rows = [["one trainer rank", what, size_text(size)] for what, size in uses]
+    rows = [
+        [f"one {who}", what, size_text(size)]
+        for who, uses in (("trainer rank", plan.trainer), ("rank of a replica", plan.replica))
+        for what, size in [*uses.items(), *([("all", sum(uses.values()))] if uses else [])]
+    ]
     return table(["memory", "of", "size"], rows, right=(2,))

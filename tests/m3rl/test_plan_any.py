@@ -113,6 +113,9 @@ def test_the_plan_reads_as_tables(tmp_path):
     assert "a model of type qwen3" in text
     assert "468,736" in text
     assert "weight sync: 1.8 MiB from the busiest trainer rank" in text
+    assert "rank of a replica" not in text
+    told = describe(replace(plan(tmp_path), replica={"KV cache": 3 << 30}))
+    assert "one rank of a replica  KV cache" in told
     with pytest.raises(ConfigError, match="--gpus: plans MiniMax-M3 alone"):
         gpu_table(plan(tmp_path), [8])
 

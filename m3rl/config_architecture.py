@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from m3rl.config import Config
 
 Conflict = tuple[str, tuple[str, ...]]
+MAX_HEAD_DIM = 128
+"""Of `inference.kernels.dense_varlen` on CUDA."""
 
 
 def architecture_conflicts(
@@ -34,6 +36,7 @@ def architecture_conflicts(
             f"type {kind}; set rollout.backend.kind: vllm",
             ("rollout.backend.kind", "model.path"),
         )
+    yield from _kernel_conflicts(config, path)
     policy, parallel = config.policy, config.train.parallel
     wanted = (
         ("policy.lora", policy.lora is not None, "null"),
@@ -50,3 +53,18 @@ def architecture_conflicts(
                 f"{key}: is for MiniMax-M3, and {path} is a model of type {kind}; set {off}",
                 (key, "model.path"),
             )
+
+
+def _kernel_conflicts(config: Config, path: Path) -> Iterator[Conflict]:
+    """What attention over packed samples takes on a GPU."""
+    content = read_model_config(path)
+    heads = content.get("num_attention_heads")
+    head_dim = content.get("head_dim") or (heads and content.get("hidden_size", 0) // heads)
+    if config.train.device != "cuda" or not head_dim:
+        return
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        yield (
+            f"train.device: cuda trains heads of a multiple of 8 up to {MAX_HEAD_DIM} channels, "
+            f"and those of {path} have {head_dim}; set cpu",
+            ("train.device", "model.path"),
+        )

@@ -21,10 +21,9 @@ from inference.memory import (
 from inference.parallel.config import ParallelConfig
 from m3rl.checkpoint_files import tokenizer_problems, weight_problems
 from m3rl.config import Config, ConfigError
-from m3rl.config_architecture import architecture_conflicts
 from m3rl.config_policy import lora_settings
-from m3rl.model_layout import ModelLayoutError, is_m3, read_model_config
-from m3rl.plan_any import AnyPlan, gpu_problems, model_problems, plan_any, replica_problems
+from m3rl.model_layout import ModelLayoutError, is_m3
+from m3rl.plan_any import AnyPlan, make_any_plan
 from m3rl.plan_files import (
     dataset_problems,
     is_here,
@@ -39,10 +38,9 @@ from m3rl.plan_time import Demand
 from m3rl.plan_trainer import TrainerMemory, TrainerSetting
 from m3rl.plan_vllm import (
     longest_row,
-    missing_vllm,
+    look_at_vllm,
     vllm_m3_problems,
     vllm_memory,
-    vllm_model_problems,
 )
 from m3rl.sync_plan import SyncSetting
 from m3rl.weight_sync.errors import LayoutError
@@ -107,7 +105,14 @@ def make_plan(
     """
     path = config.find(config.model.path)
     if _is_other(path):
-        return _plan_other(config, path, required, is_launch=is_launch, generates=generates)
+        return make_any_plan(
+            config,
+            path,
+            required,
+            notices=config_notices(config),
+            is_launch=is_launch,
+            generates=generates,
+        )
     is_m3_runtime = config.rollout.backend.kind == "m3"  # which reads released checkpoints
     allow_mxfp8 = (allow_mxfp8 and is_m3_runtime) or config.policy.lora is not None
     problems: list[str] = []
@@ -131,7 +136,7 @@ def make_plan(
     for fault, is_missing in dataset_problems(config):
         (needed if is_missing and not is_launch else problems).append(fault)
     if model is not None and generates:
-        _look_at_vllm(config, path, problems, problems if is_launch else needed)
+        look_at_vllm(config, path, problems, problems if is_launch else needed)
     problems += run_dir_problems(config)
     if problems or sizes is None:
         raise ConfigError("\n".join(problems))
@@ -148,47 +153,6 @@ def _is_other(path: Path) -> bool:
         return not is_m3(path)
     except ModelLayoutError:
         return False
-
-
-def _plan_other(
-    config: Config,
-    path: Path,
-    required: Collection[ModelPart],
-    *,
-    is_launch: bool,
-    generates: bool,
-) -> AnyPlan:
-    """`make_plan` for a model of another architecture."""
-    notices = config_notices(config)
-    needed: list[str] = []
-    problems = [
-        f"{message} ({', '.join(f'{key} from {config.origin(key)}' for key in keys)})"
-        for message, keys in architecture_conflicts(config, path, generates=generates)
-    ]
-    for part, faults in model_problems(config, path).items():
-        is_elsewhere = not is_launch and part != "model" and not is_here(path, part)
-        is_required = part == "model" or part in required
-        where = needed if is_elsewhere else problems if is_required else notices
-        where += faults
-    for fault, is_missing in dataset_problems(config):
-        (needed if is_missing and not is_launch else problems).append(fault)
-    if generates:
-        _look_at_vllm(config, path, problems, problems if is_launch else needed)
-    problems += run_dir_problems(config)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    needed += [] if is_launch else missing_reward(config)
-    plan = plan_any(config, path, notices, needed)
-    if too_large := [*gpu_problems(config, plan), *replica_problems(config, path)]:
-        raise ConfigError("\n".join(too_large))
-    return plan
-
-
-def _look_at_vllm(config: Config, path: Path, problems: list[str], needed: list[str]) -> None:
-    """Add what stands between its replicas, if they are to start, and the model or this machine."""
-    if config.rollout.backend.kind == "vllm":
-        problems += vllm_model_problems(config, read_model_config(path))
-        needed += missing_vllm()
 
 
 class _Sizes(NamedTuple):

@@ -7,6 +7,7 @@ each token what goes into and out of each of its matrices. Standard library only
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Collection, Iterator
@@ -16,7 +17,8 @@ from typing import Any
 
 from inference.memory import DTYPE_BYTES, NCCL_BYTES, RESERVED_BYTES, size_text
 from m3rl.checkpoint_files import own_tokenizer_problems
-from m3rl.config import Config
+from m3rl.config import Config, ConfigError
+from m3rl.config_architecture import architecture_conflicts
 from m3rl.model_layout import (
     EMBEDDING,
     HEAD,
@@ -26,8 +28,9 @@ from m3rl.model_layout import (
     stop_ids,
     whole_layout,
 )
+from m3rl.plan_files import dataset_problems, is_here, missing_reward, run_dir_problems
 from m3rl.plan_trainer import FP32, MIN_TILE_IDS, STAGED_BYTES, TILE_LOGITS, nonzero
-from m3rl.plan_vllm import vllm_memory
+from m3rl.plan_vllm import look_at_vllm, vllm_memory
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.trainer_layout import chunk, expert_of
 
@@ -54,21 +57,64 @@ class AnyPlan:
     """By class of weight; empty where there are no weights yet."""
     trainer: dict[str, int]
     """Bytes of the busiest trainer rank by use; on a GPU, at its fullest moment."""
-    replica: dict[str, int]
-    """Bytes of one rank of a vLLM replica by use."""
     host_bytes: int
     """AdamW's moments in the host's memory, of a rank."""
     sent_bytes: int
     """From the busiest trainer rank in a weight sync of one replica."""
     received_bytes: int
     """To each worker: all weights, whole."""
+    replica: dict[str, int]
+    """Bytes of one rank of a replica by use; empty where none is started."""
     step_tokens: int
     notices: tuple[str, ...]
     needed: tuple[str, ...] = ()
     """What a launch needs and this machine lacks."""
 
 
-def model_problems(config: Config, path: Path) -> dict[str, list[str]]:
+def make_any_plan(
+    config: Config,
+    path: Path,
+    required: Collection[str],
+    *,
+    notices: Collection[str],
+    is_launch: bool,
+    generates: bool,
+) -> AnyPlan:
+    """`plan.make_plan` for a model at `path` that is no M3.
+
+    Args:
+        notices: what is worth knowing of the configuration whatever the model.
+    """
+    notices, needed = list(notices), list[str]()
+    problems = [
+        f"{message} ({', '.join(f'{key} from {config.origin(key)}' for key in keys)})"
+        for message, keys in architecture_conflicts(config, path, generates=generates)
+    ]
+    for part, faults in _model_problems(config, path).items():
+        is_elsewhere = not is_launch and part != "model" and not is_here(path, part)
+        is_required = part == "model" or part in required
+        where = needed if is_elsewhere else problems if is_required else notices
+        where += faults
+    for fault, is_missing in dataset_problems(config):
+        (needed if is_missing and not is_launch else problems).append(fault)
+    if generates:
+        look_at_vllm(config, path, problems, problems if is_launch else needed)
+    problems += run_dir_problems(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    needed += [] if is_launch else missing_reward(config)
+    plan = _plan_of(config, path, notices, needed)
+    too_large = list(_gpu_problems(config, plan))
+    if generates:
+        replica, refusal = _replica(config, plan.parameters)
+        plan = dataclasses.replace(plan, replica=replica)
+        too_large += [] if refusal is None else [refusal]
+    if too_large:
+        raise ConfigError("\n".join(too_large))
+    return plan
+
+
+def _model_problems(config: Config, path: Path) -> dict[str, list[str]]:
     """What is wrong with the model at `path`: 'model', 'tokenizer', 'weights' -> a line each."""
     content = read_model_config(path)
     vocab_size = content.get("vocab_size")
@@ -101,7 +147,7 @@ def _length_problems(config: Config, positions: int) -> Iterator[str]:
         )
 
 
-def plan_any(
+def _plan_of(
     config: Config, path: Path, notices: Collection[str], needed: Collection[str]
 ) -> AnyPlan:
     """Add up what a run needs of a model whose files are right, as far as they are there."""
@@ -120,14 +166,25 @@ def plan_any(
         num_replicas=rollout.backend.num_replicas,
         parameters=by_class(slots),
         trainer=rank.uses(),
-        replica=_replica(config, slots)[0],
         host_bytes=rank.adam if config.optimizer.offload else 0,
         sent_bytes=width * rank.own,
         received_bytes=width * rank.total,
+        replica={},
         step_tokens=rollout.prompts_per_step * rollout.group_size * row,
         notices=tuple(notices),
         needed=tuple(needed),
     )
+
+
+def _replica(config: Config, parameters: dict[str, int]) -> tuple[dict[str, int], str | None]:
+    """Bytes of one rank of a vLLM replica by use, and why it does not fit a GPU."""
+    backend, width = config.rollout.backend, DTYPE_BYTES[config.policy.dtype]
+    if backend.kind != "vllm" or not parameters:
+        return {}, None
+    weights = {name: width * count for name, count in parameters.items()}
+    gib = backend.gpu_memory_gib
+    plan, fault = vllm_memory(backend, weights, None if gib is None else int(gib * (1 << 30)))
+    return plan.uses, fault
 
 
 def by_class(slots: Collection[TensorSlot]) -> dict[str, int]:
@@ -139,28 +196,7 @@ def by_class(slots: Collection[TensorSlot]) -> dict[str, int]:
     return counts
 
 
-def _replica(config: Config, slots: list[TensorSlot]) -> tuple[dict[str, int], str | None]:
-    """Bytes of a rank by use, and why it does not fit a GPU."""
-    backend, width = config.rollout.backend, DTYPE_BYTES[config.policy.dtype]
-    if backend.kind != "vllm" or not slots:
-        return {}, None
-    weights = {name: width * count for name, count in by_class(slots).items()}
-    gib = backend.gpu_memory_gib
-    plan, fault = vllm_memory(backend, weights, None if gib is None else int(gib * (1 << 30)))
-    return plan.uses, fault
-
-
-def replica_problems(config: Config, path: Path) -> Iterator[str]:
-    """A rank of a replica that does not fit its GPU."""
-    try:
-        _, fault = _replica(config, whole_layout(path, config.policy.dtype))
-    except ModelLayoutError:  # there are no weights yet
-        return
-    if fault is not None:
-        yield fault
-
-
-def gpu_problems(config: Config, plan: AnyPlan) -> Iterator[str]:
+def _gpu_problems(config: Config, plan: AnyPlan) -> Iterator[str]:
     """A trainer rank that does not fit its GPU."""
     memory_gib = config.rollout.backend.gpu_memory_gib
     if config.train.device == "cpu" or memory_gib is None:

@@ -39,7 +39,6 @@ def _memory_table(plan: AnyPlan) -> str:
     rows = [
         [f"one {who}", what, size_text(size)]
         for who, uses in (("trainer rank", plan.trainer), ("rank of a replica", plan.replica))
-        for what, size in [*uses.items(), ("all", sum(uses.values()))]
-        if uses
+        for what, size in [*uses.items(), *([("all", sum(uses.values()))] if uses else [])]
     ]
     return table(["memory", "of", "size"], rows, right=(2,))

@@ -46,6 +46,11 @@ def places_in(model: Any) -> tuple[dict[str, Placement], dict[str, tuple[int, ..
     }
     numbers = _apart(model, small)
     names, places = list(held), {}
+    if numbers.keys() != whole.keys():
+        raise ArchitectureError(
+            f"{type(model).__name__}: how transformers takes its parameters apart depends on their "
+            "sizes, which is not followed here; this architecture cannot be trained"
+        )
     for name, values in numbers.items():
         number = int(np.searchsorted(starts, int(values.min()), side="right")) - 1
         param = names[number]

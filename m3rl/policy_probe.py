@@ -24,7 +24,6 @@ PROBE = "m3rl_probe"
 """Name of `probe_attention` among transformers' attention implementations."""
 HARMLESS = {
     "cache_position",
-    "dropout",
     "is_causal",
     "output_attentions",
     "output_hidden_states",
@@ -33,8 +32,7 @@ HARMLESS = {
     "return_dict",
     "use_cache",
 }
-"""Arguments of an attention that do not change what `dense_varlen` must compute, with the values
-that a policy gives."""
+"""Arguments of an attention that do not change what `dense_varlen` must compute."""
 OWNERS = re.compile(r"Linear|.*(Embedding|Norm|Experts|Router|Gate|Activation|LayerNorm1P)")
 """Classes of modules whose parameters work on each token by itself."""
 
@@ -78,6 +76,8 @@ def _unknown(module: Any, attention_mask: Any, options: dict[str, Any]) -> Itera
     window = options.pop("sliding_window", None)
     if window is not None and window < longest:
         yield f"sliding_window={window}"
+    if options.pop("dropout", 0.0):
+        yield "dropout"
     for name, value in options.items():
         if value is not None and name not in HARMLESS:
             yield f"{name}={value if isinstance(value, int | float | str) else '…'}"

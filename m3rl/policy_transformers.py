@@ -56,7 +56,7 @@ def packed_attention(
     Returns:
         ([1, T, H, D], None)
     """
-    q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return dense_varlen(q_THD, k_TKD, v_TKD, packing, scale=scale)[None], None
 

@@ -21,6 +21,8 @@ SHAPE: dict[str, Any] = {
 }
 QWEN3 = {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
 LLAMA = {"model_type": "llama", "tie_word_embeddings": False, "attention_dropout": 0.5}
+GEMMA3 = {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 64}
+"""Its embedding scales what it looks up; a window that no sample fills is none."""
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
     "head_dim": 16,

@@ -13,6 +13,7 @@ from m3rl.model_layout import whole_layout
 from m3rl.policy_any import TransformersPolicy
 from m3rl.policy_transformers import ATTENTION
 from tests.m3rl.any_models import (
+    GEMMA3,
     LLAMA,
     QWEN3,
     QWEN3_MOE,
@@ -22,7 +23,7 @@ from tests.m3rl.any_models import (
     write_any,
 )
 
-KINDS = {"qwen3": QWEN3, "llama": LLAMA, "qwen3_moe": QWEN3_MOE}
+KINDS = {"qwen3": QWEN3, "llama": LLAMA, "qwen3_moe": QWEN3_MOE, "gemma3_text": GEMMA3}
 LENGTHS = (7, 1, 12, 5)
 TARGETS = torch.tensor([1, 2, 6, 9, 13, 19, 22, 24])
 
@@ -197,7 +198,8 @@ def test_fresh_weights_follow_the_seed_and_norms_scale_by_one(model):
     for name, tensor in made[0].items():
         assert torch.equal(tensor, made[1][name])
         if tensor.ndim < 2:
-            assert (tensor == 1).all(), name
+            # Gemma's act as 1 + w.
+            assert (tensor == (0 if model[1].config.model_type == "gemma3_text" else 1)).all(), name
         else:
             assert not torch.equal(tensor, made[2][name])
             scale = 1.0 if "embed_tokens" in name else 0.1

@@ -5,10 +5,6 @@ Reads JSON files and safetensors headers only: it imports neither ray, torch nor
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
-import json
-import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,9 +20,17 @@ from inference.memory import (
 )
 from inference.parallel.config import ParallelConfig
 from m3rl.checkpoint_files import tokenizer_problems, weight_problems
-from m3rl.config import Config, ConfigError, DatasetConfig
+from m3rl.config import Config, ConfigError
 from m3rl.config_policy import lora_settings
-from m3rl.data import iterate_items
+from m3rl.model_layout import ModelLayoutError, is_m3
+from m3rl.plan_any import AnyPlan, make_any_plan
+from m3rl.plan_files import (
+    dataset_problems,
+    is_here,
+    missing_reward,
+    run_dir_problems,
+    vision_parameters,
+)
 from m3rl.plan_fit import micro_batches, remedies
 from m3rl.plan_lora import plan_rank
 from m3rl.plan_notices import config_notices
@@ -34,10 +38,9 @@ from m3rl.plan_time import Demand
 from m3rl.plan_trainer import TrainerMemory, TrainerSetting
 from m3rl.plan_vllm import (
     longest_row,
-    missing_vllm,
+    look_at_vllm,
     vllm_m3_problems,
     vllm_memory,
-    vllm_model_problems,
 )
 from m3rl.sync_plan import SyncSetting
 from m3rl.weight_sync.errors import LayoutError
@@ -47,8 +50,6 @@ __all__ = ["MODEL_PARTS", "ModelPart", "Plan", "make_plan", "size_text"]
 
 ModelPart = Literal["tokenizer", "weights"]
 MODEL_PARTS: tuple[ModelPart, ...] = ("tokenizer", "weights")
-CHECKED_ITEMS = 100
-"""Items of each dataset that are looked at; the whole of it is checked when a run starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ def make_plan(
     required: Collection[ModelPart] = MODEL_PARTS,
     allow_mxfp8: bool = False,
     is_launch: bool = True,
-) -> Plan:
+    generates: bool = True,
+) -> Plan | AnyPlan:
     """Check the files that `config` names and add up what a run needs.
 
     Args:
@@ -96,11 +98,21 @@ def make_plan(
             be, beside them.
         is_launch: whether it is to run here and now; if not, files that are not here are listed in
             `Plan.needed`, and those that are here must still be right.
+        generates: whether replicas are started for it.
 
     Raises:
         ConfigError: one line for each thing that cannot work.
     """
     path = config.find(config.model.path)
+    if _is_other(path):
+        return make_any_plan(
+            config,
+            path,
+            required,
+            notices=config_notices(config),
+            is_launch=is_launch,
+            generates=generates,
+        )
     is_m3_runtime = config.rollout.backend.kind == "m3"  # which reads released checkpoints
     allow_mxfp8 = (allow_mxfp8 and is_m3_runtime) or config.policy.lora is not None
     problems: list[str] = []
@@ -118,24 +130,29 @@ def make_plan(
         found["weights"] = weight_problems(path, model.num_parameters, allow_mxfp8=allow_mxfp8)
         sizes = _sizes(config, model, problems)
     for part, faults in found.items():
-        is_elsewhere = not is_launch and not _is_here(path, part)
+        is_elsewhere = not is_launch and not is_here(path, part)
         where = needed if is_elsewhere else problems if part in required else notices
         where += faults
-    for fault, is_missing in _dataset_problems(config):
+    for fault, is_missing in dataset_problems(config):
         (needed if is_missing and not is_launch else problems).append(fault)
-    if model is not None and config.rollout.backend.kind == "vllm":
-        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        problems += vllm_model_problems(config, raw)
-    if absent := missing_vllm(config):
-        (problems if is_launch else needed).append(absent)
-    problems += _run_dir_problems(config)
+    if model is not None and generates:
+        look_at_vllm(config, path, problems, problems if is_launch else needed)
+    problems += run_dir_problems(config)
     if problems or sizes is None:
         raise ConfigError("\n".join(problems))
-    needed += [] if is_launch else _missing_reward(config)
+    needed += [] if is_launch else missing_reward(config)
     plan = _plan_of(config, sizes, (*notices, *config_notices(config)), tuple(needed))
     if hurry := _too_short_a_timeout(config, plan.projection.seconds):
         raise ConfigError(hurry)
     return plan
+
+
+def _is_other(path: Path) -> bool:
+    """Whether the model is none of M3's; one without a config.json is told of as M3's are."""
+    try:
+        return not is_m3(path)
+    except ModelLayoutError:
+        return False
 
 
 class _Sizes(NamedTuple):
@@ -187,7 +204,7 @@ def _plan_of(
         name=config.run.name,
         num_replicas=sync.num_replicas,
         parameters=count_parameters(model),
-        vision_parameters=_vision_parameters(config.find(config.model.path)),
+        vision_parameters=vision_parameters(config.find(config.model.path)),
         trainer=sizes.trainer,
         memory=sizes.memory,
         replica=sizes.replica,
@@ -210,23 +227,6 @@ def _too_short_a_timeout(config: Config, seconds: float) -> str | None:
         f"weight_sync.timeout_s: {timeout_s:g} ({config.origin('weight_sync.timeout_s')}) is less "
         f"than a sync takes at the speed of the links, {seconds:.2f} s; raise it well above that"
     )
-
-
-def _is_here(path: Path, part: str) -> bool:
-    files = {
-        "tokenizer": ("tokenizer.json",),
-        "weights": ("model.safetensors", "model.safetensors.index.json"),
-    }
-    return any((path / name).is_file() for name in files[part])
-
-
-def _missing_reward(config: Config) -> list[str]:
-    """A module of the user's that cannot be imported here; it is looked for, not imported."""
-    target = config.reward.target
-    package = "" if target is None else target.partition(":")[0].partition(".")[0]
-    if not package or importlib.util.find_spec(package) is not None:
-        return []
-    return [f"reward.target: no module {package!r} here; put it on the path of Python (PYTHONPATH)"]
 
 
 def _engine_config(config: Config) -> model_config.EngineConfig:
@@ -320,31 +320,6 @@ def _length_problems(config: Config, model: model_config.ModelConfig) -> list[st
     ]
 
 
-def _run_dir_problems(config: Config) -> list[str]:
-    """The nearest folder that is there already must be one that can be written to."""
-    path = Path(config.run.dir).absolute()
-    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
-    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
-        return []
-    fault = "cannot be written to" if nearest.is_dir() else "is not a directory"
-    return [f"run.dir: {nearest} {fault} ({config.origin('run.dir')}); choose another run.dir"]
-
-
-def _dataset_problems(config: Config) -> Iterator[tuple[str, bool]]:
-    """What is wrong with each dataset, and whether it is a file that is missing."""
-    datasets: tuple[tuple[str, DatasetConfig | None], ...]
-    datasets = ("data.train", config.data.train), ("data.eval", config.data.eval)
-    for key, dataset in datasets:
-        if dataset is None:
-            continue
-        try:
-            if not list(itertools.islice(iterate_items(config, dataset, key), CHECKED_ITEMS)):
-                yield f"{key}: the dataset is empty", False
-        except ConfigError as error:
-            file = dataset.path if dataset.kind == "file" else None
-            yield str(error), file is not None and not config.find(file).exists()
-
-
 def _sync_setting(
     config: Config, model: model_config.ModelConfig, trainer: TrainerSetting
 ) -> SyncSetting:
@@ -379,20 +354,3 @@ def _demand_pages(demand: Demand, sync: SyncSetting, page: int) -> int:
     own = -(-demand.row // page) - shared
     running = min(per_group * demand.group_size, demand.max_running)
     return min(per_group, running) * shared + running * own
-
-
-def _vision_parameters(path: Path) -> int:
-    """Of tower, projector and patch merger, from the published config.json; 0 of a text model."""
-    raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    vision = raw.get("vision_config")
-    if not vision:
-        return 0
-    width, inner = vision["hidden_size"], vision["intermediate_size"]
-    out = raw.get("projector_hidden_size", vision["projection_dim"])
-    merged = vision["img_token_compression_config"]
-    pixels = vision["num_channels"] * merged["temporal_patch_size"] * vision["patch_size"] ** 2
-    # Weights and biases: two norms, four projections, two products.
-    layer = 4 * width + 4 * (width + 1) * width + 2 * width * inner + inner + width
-    tower = pixels * width + 2 * width + vision["num_hidden_layers"] * layer
-    patches = merged["spatial_merge_size"] ** 2 * out
-    return int(tower + (width + 1 + out + 1) * out + (patches + 1 + out + 1) * out)

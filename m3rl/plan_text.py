@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from m3rl.config import ConfigError
 from m3rl.plan import Plan, size_text
+from m3rl.plan_any import AnyPlan
+from m3rl.plan_any_text import describe_any
 from m3rl.plan_fit import split
 from m3rl.plan_time import StepTime, active_parameters, measured_rates, step_time
 from m3rl.plan_trainer import TrainerSetting
@@ -17,8 +19,12 @@ H200_BYTES = 139 << 30
 """Memory of one H200 that a process can have; the GPU table plans for it unless it is told more."""
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: Plan | AnyPlan) -> str:
     """The plan as a few tables, and what a launch needs besides."""
+    return describe_any(plan) if isinstance(plan, AnyPlan) else _describe_m3(plan)
+
+
+def _describe_m3(plan: Plan) -> str:
     lines = [
         f"{plan.name}: {plan.trainer.ranks} trainer rank(s){_trainer_split(plan.trainer)}, "
         f"{plan.num_replicas} replica(s){_replica_split(plan.sync)}",
@@ -38,12 +44,18 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def gpu_table(plan: Plan, sizes: Sequence[int]) -> tuple[str, bool]:
+def gpu_table(plan: Plan | AnyPlan, sizes: Sequence[int]) -> tuple[str, bool]:
     """One row for each number of GPUs, and whether any of them works (`plan_fit.split`).
 
     Raises:
-        ConfigError: replicas are vLLM's, which measure their memory when they start.
+        ConfigError: the model is no M3, or replicas are vLLM's, which measure their memory when
+            they start.
     """
+    if isinstance(plan, AnyPlan):
+        raise ConfigError(
+            f"--gpus: plans MiniMax-M3 alone, and the model is of type {plan.model_type}; leave "
+            "--gpus out"
+        )
     if plan.num_pages is None:
         raise ConfigError(
             "--gpus: plans replicas of the bundled runtime, and rollout.backend.kind: vllm shares "
@@ -74,7 +86,7 @@ def gpu_table(plan: Plan, sizes: Sequence[int]) -> tuple[str, bool]:
     return table(header, rows, right=(0, 1, 2, 4)), works
 
 
-def launch_needs(plan: Plan) -> list[str]:
+def launch_needs(plan: Plan | AnyPlan) -> list[str]:
     """What a launch needs and is not here."""
     return list(plan.needed)
 

@@ -18,9 +18,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from inference.engine.coverage import Bounds, Coverage, Part, PlannedParts, WeightLoadError
-from m3rl.checkpoint_files import weight_files
 from m3rl.rollout.vllm_coverage import CoverageCheck
 from m3rl.types import TensorSlot
+from m3rl.weight_files import weight_files
 
 logger = logging.getLogger(__name__)
 

@@ -275,17 +275,20 @@ class Rank:
             present = self.gradients("post", *buckets[layer + 1 :])
         return {
             "gradients": present,
-            **self.weights_of(bucket),
+            **self.weights_of(buckets[: layer + 1]),
             "kept by layers": self.kept(layer),
             **self.activations(layer),
         }
 
-    def weights_of(self, bucket: str) -> dict[str, int]:
-        """Weights of a layer in the wire's dtype, and their gradients on the way."""
-        units, width = self.units[bucket], self.setting.width
+    def weights_of(self, buckets: list[str]) -> dict[str, int]:
+        """Weights of the last of these layers in the wire's dtype, and their gradients on the way;
+        without checkpointing the weights of those before it wait for their turn, too."""
+        bucket, width = buckets[-1], self.setting.width
+        units = self.units[bucket]
         trained = sorted((unit.trained for unit in units.values()), reverse=True)
         if not self.is_sharded:
-            rounded = self.rounded(bucket if self.setting.checkpointing else None)
+            waiting = [bucket] if self.setting.checkpointing else buckets
+            rounded = sum(map(self.rounded, waiting))
             fresh = 0 if self.is_first else FP32 * max(u.largest for u in units.values())
             return {"rounded weights": rounded, "fresh gradients": width * trained[0] + fresh}
         ahead = max(

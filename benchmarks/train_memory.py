@@ -1,7 +1,7 @@
 """python -m benchmarks.train_memory [--cpu]
 
-The planner's bytes of a trainer GPU (`m3rl/plan_trainer.py`) beside `torch.cuda.max_memory_allocated`
-of real optimizer steps of the slice of M3 that `train_step` times. `--cpu` runs a small slice and
+The planner's bytes of a trainer GPU (`m3rl/plan_trainer.py`) beside what torch allocated at most in
+real optimizer steps of the slice of M3 that `train_step` times. `--cpu` runs a small slice and
 holds what the planner says of masters, moments and gradients against the tensors' bytes.
 """
 

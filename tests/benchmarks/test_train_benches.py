@@ -48,7 +48,7 @@ def test_the_slices_are_m3_at_full_width():
 def test_every_part_of_the_attention_bench_runs_and_is_right(records, part):
     found, failures = records(lambda bench: train_attention.PARTS[part](bench, Shapes.tiny()))
     assert failures == []
-    assert len(found) == {"layer": 2, "core": 2}.get(part, 1)
+    assert len(found) == {"layer": 2, "core": 2, "index": 2}.get(part, 1)
     for record in found:
         assert max(record["correct"].values()) < 1e-5
         assert record.get("peer") == train_peer_of(part)

@@ -67,6 +67,7 @@ def rank_settings(config: Config) -> RankSettings:
         seed=config.run.seed,
         num_threads=config.train.num_threads,
         device=config.train.device,
+        timeout_s=config.train.timeout_s,
     )
 
 

@@ -10,7 +10,7 @@ from m3rl.config import Config
 from m3rl.data import PromptSet
 from m3rl.launch import TrainerRanks
 from m3rl.rollout.backend import GenerationBackend
-from m3rl.sync_transport import choose_transport
+from m3rl.sync_transport import choose_transport, fallbacks
 from m3rl.weight_sync.probe import Probe, probe_batch, probe_prompts, scores_of
 from m3rl.weight_sync.sync import WeightSync
 
@@ -38,6 +38,7 @@ def weight_sync(
         ConfigError: `weight_sync.transport` cannot connect them.
     """
     options = config.weight_sync
+    gpus = ranks.gpus() | backend.gpus()
     return WeightSync(
         ranks,
         {replica: backend.receivers(replica) for replica in range(backend.num_replicas)},
@@ -48,7 +49,8 @@ def weight_sync(
         min_replicas=0,  # counted by the trainer, after lost ones are brought back
         verify=options.verify,
         chunk_bytes=options.chunk_mib << 20,
-        backend=choose_transport(options.transport, ranks.gpus() | backend.gpus()),
+        backend=choose_transport(options.transport, gpus),
+        fallbacks=fallbacks(options.transport, gpus),
         wire=options.wire,
         delta_full_every=options.delta_full_every if options.delta else 1,
         probe=_probe(config, ranks, backend, prompts),

@@ -159,6 +159,17 @@ def find_latest(run_dir: str | Path) -> Checkpoint | None:
     return None
 
 
+def newest_step(run_dir: str | Path) -> int | None:
+    """Step of the newest checkpoint that is whole by the sizes of its files, which is what can be
+    told at once; None: there is none."""
+    folder = Path(run_dir) / "checkpoints"
+    steps = _steps(folder) if folder.is_dir() else []
+    return next(
+        (step for step in steps if find_fault(folder / _name(step), with_hashes=False) is None),
+        None,
+    )
+
+
 def find_fault(path: Path, *, with_hashes: bool = True) -> str | None:
     """What is wrong with a checkpoint directory, or None if every file is as its manifest says.
 
@@ -292,7 +303,7 @@ def _write_failure(folder: Path, step: int, error: BaseException, is_full: bool)
     return (
         f"could not save the checkpoint of step {step} in {folder}: {reason}. "
         f"Older checkpoints are intact ({', '.join(kept) or 'there are none'}); free space or set "
-        "checkpoint.keep lower, then start the same command again"
+        "checkpoint.keep lower"
     )
 
 

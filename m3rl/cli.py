@@ -70,13 +70,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(cause, OSError) and cause.errno != errno.ENOSPC:
             raise
         logger.debug("what led to the error", exc_info=True)
-        print(f"error: {cause}", file=sys.stderr)
+        _print_end(f"error: {cause}", error)
         return 1
-    except KeyboardInterrupt:  # clean-up has happened on the way up
+    except KeyboardInterrupt as error:  # clean-up has happened on the way up
         is_terminated = _is_terminated.is_set()
-        print("terminated" if is_terminated else "interrupted", file=sys.stderr)
+        _print_end("terminated" if is_terminated else "interrupted", error)
         return TERMINATED if is_terminated else 130
     return code
+
+
+def _print_end(what: str, error: BaseException) -> None:
+    """What has ended the command, and what its notes say, such as how to go on."""
+    print("\n".join([what, *getattr(error, "__notes__", ())]), file=sys.stderr)
 
 
 def _is_for_console(record: logging.LogRecord) -> bool:

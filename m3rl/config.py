@@ -200,6 +200,9 @@ class TrainConfig(Section):
     """cuda: each trainer process takes one GPU of the cluster."""
     num_threads: Threads = 1
     """CPU threads of each trainer process."""
+    timeout_s: Seconds = 1800.0
+    """Longest wait for anything that trainer ranks are called for: an update, loading, saving. Then
+    the run ends, and names those that did not answer. Above whatever a healthy rank can take."""
     max_skipped_updates: Int = Field(default=10, ge=0)
     """Updates skipped for a gradient that is not finite before the run stops."""
     max_mismatch: Annotated[Float, Field(gt=0)] | None = 0.15

@@ -27,7 +27,7 @@ def is_free(key: str) -> bool:
     """A dotted key that may change while a run's results stay what they are: how weights travel and
     are verified, and patience. (A pause does change them: requests go on with other pages.)"""
     is_sync = key.startswith("weight_sync.") and key != "weight_sync.pause"
-    return is_sync or key == "rollout.timeout_s"
+    return is_sync or key in ("rollout.timeout_s", "train.timeout_s")
 
 
 def idle_keys(config: Config) -> Iterator[str]:

@@ -31,7 +31,8 @@ class WeightSyncConfig(Section):
     transport: Literal["auto", "ipc", "nccl", "gloo"] = "auto"
     """What carries the weights: ipc by copy engines between GPUs of one host, also within one GPU;
     nccl between GPUs, one for each rank; gloo through the memory of hosts; auto: the first of them
-    that connects all trainer ranks and replicas."""
+    that connects all trainer ranks and replicas. Where ipc is refused only when they connect
+    (another container, no peer access), auto logs why and takes the next."""
     pause: Literal["keep", "drain", "recompute"] = "keep"
     """What a replica does with running requests when it changes weights: keep their pages, which
     the old ones computed, and go on; drain, finish them first; or recompute their pages."""

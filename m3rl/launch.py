@@ -33,6 +33,8 @@ class RankError(M3rlError):
 
 WARN_EVERY_S = 60.0
 """Of a call on ranks that takes longer: a rank that stalls is named."""
+ANSWER_S = 10.0
+"""Longest wait for processes that are asked whether they are there."""
 
 
 def sync_threads(num_replicas: int) -> int:
@@ -115,6 +117,7 @@ class TrainerRanks:
         """
         self.num_ranks = num_ranks
         self._start_timeout_s = start_timeout_s
+        self._timeout_s = settings.timeout_s
         remote: Any = ray.remote  # its annotations leave concurrency_groups out
         actor_class = remote(concurrency_groups={"sync": sync_threads(num_replicas)})(RankProcess)
         num_gpus = int(settings.device == "cuda")
@@ -192,16 +195,23 @@ class TrainerRanks:
 
     def _get(self, refs: list[Any], method: str, first_rank: int = 0) -> list[Any]:
         """Like ray.get, but the death of one rank is told at once, also while its peers wait for it
-        in a collective; and who is waited for, every minute."""
+        in a collective; and who is waited for, every minute.
+
+        Raises:
+            RankError: a rank died, or they have not all answered within train.timeout_s.
+        """
         rank_of = {ref: first_rank + i for i, ref in enumerate(refs)}
         pending, begin = list(refs), time.monotonic()
         while pending:
-            done, pending = ray.wait(pending, timeout=WARN_EVERY_S)
+            left_s = max(0.0, begin + self._timeout_s - time.monotonic())
+            done, pending = ray.wait(pending, timeout=min(WARN_EVERY_S, left_s))
             if not done:
-                late = ", ".join(str(rank_of[ref]) for ref in pending)
+                late = [rank_of[ref] for ref in pending]
                 waited_s = time.monotonic() - begin
+                if waited_s >= self._timeout_s:
+                    raise RankError(f"{method}: {self._stalled(late)}")
                 logger.warning(
-                    "%s: no answer from trainer rank %s for %.0f s", method, late, waited_s
+                    "%s: no answer from trainer rank %s for %.0f s", method, _listed(late), waited_s
                 )
             try:
                 ray.get(done)
@@ -210,3 +220,25 @@ class TrainerRanks:
                     f"trainer rank {rank_of[done[0]]} died: {cause_of(error)}"
                 ) from error
         return ray.get(refs)
+
+    def _stalled(self, late: list[int]) -> str:
+        """Which ranks have not answered, and which of these do not even say that they are there."""
+        asked = {self._actors[rank].answer.remote(): rank for rank in late}
+        _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        found = (
+            f"no answer from trainer rank {_listed(late)} within train.timeout_s="
+            f"{self._timeout_s:g} s; "
+        )
+        if silent:
+            return found + (
+                f"the process of rank {_listed([asked[ref] for ref in silent])} is stopped, or its "
+                "machine does not answer, and others may wait for it"
+            )
+        return found + (
+            "all their processes are there: they hang, or wait for one another, or there is more "
+            "to do than that time allows: then raise train.timeout_s"
+        )
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

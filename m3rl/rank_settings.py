@@ -9,6 +9,9 @@ from m3rl.grpo.loss import LossSettings
 from m3rl.index_alignment import IndexLossSettings
 from m3rl.lora.settings import LoraSettings
 
+COLLECTIVE_GRACE_S = 60.0
+"""More than a driver needs to find out which rank has made it wait too long."""
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
@@ -58,8 +61,14 @@ class RankSettings:
     """Ranks that split the experts."""
     cp: int = 1
     """Ranks that split the tokens of a packed row."""
-    timeout_s: float = 600.0
-    """How long a collective waits for the other ranks."""
+    timeout_s: float = 1800.0
+    """How long the driver waits for what it has called on a rank."""
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """How long a collective waits for the other ranks: until the driver, who began to wait no
+        later and knows which of them is silent, has ended the run."""
+        return self.timeout_s + COLLECTIVE_GRACE_S
 
     def __post_init__(self) -> None:
         if self.old_logprobs not in ("behaviour", "recompute"):

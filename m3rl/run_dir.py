@@ -14,14 +14,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from m3rl.checkpoint import MODEL_FILES
+from m3rl.checkpoint import MODEL_FILES, newest_step
 from m3rl.config import Config, ConfigError
 
 logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """Open (and locked) for one process at a time; use as a context manager."""
+    """Open (and locked) for one process at a time; use as a context manager.
+
+    What ends the run from inside, but for a ConfigError, leaves with a note on how to go on.
+    """
 
     def __init__(self, config: Config, purpose: str) -> None:
         """
@@ -33,6 +36,7 @@ class RunDirectory:
                 differs), or another process is running in it.
         """
         self.path = Path(config.run.dir)
+        self._purpose = purpose
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("w")
@@ -66,6 +70,8 @@ class RunDirectory:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None and not isinstance(error, ConfigError | SystemExit):
+            error.add_note(self._how_to_go_on())  # a ConfigError says what comes before that
         if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
             logger.error("the run ended with an error", exc_info=(type(error), error, traceback))
         self.close()
@@ -107,6 +113,15 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+
+    def _how_to_go_on(self) -> str:
+        command = f"m3rl {self._purpose} {self.path / 'config.yaml'}"
+        if self._purpose == "rollout":
+            return f"`{command}` keeps the files that are there and collects the others"
+        step = newest_step(self.path)
+        if step is None:
+            return f"there is no checkpoint yet: `{command}` begins again with the first step"
+        return f"`{command}` resumes from step {step}"
 
     def _has_results(self) -> bool:
         metrics = self.path / "metrics.jsonl"

@@ -38,11 +38,7 @@ def choose_transport(
     Raises:
         ConfigError: what is wanted cannot connect them; says which member is in the way.
     """
-    obstacles: dict[Kind, str | None] = {
-        "ipc": _obstacle_to_ipc(gpus),
-        "nccl": _obstacle_to_nccl(gpus),
-        "gloo": None,
-    }
+    obstacles = _obstacles(gpus)
     if wanted == "auto":
         return next(kind for kind, obstacle in obstacles.items() if obstacle is None)
     if obstacles[wanted] is not None:
@@ -52,6 +48,22 @@ def choose_transport(
             f"or {' or '.join(others)}"
         )
     return wanted
+
+
+def fallbacks(
+    wanted: Literal["auto", "ipc", "nccl", "gloo"], gpus: Mapping[str, str | None]
+) -> tuple[Kind, ...]:
+    """What may carry the weights instead of the chosen transport, should that turn out not to
+    reach one member from another when they connect; nothing where it was asked for by name."""
+    if wanted != "auto":
+        return ()
+    able = [kind for kind, obstacle in _obstacles(gpus).items() if obstacle is None]
+    return tuple(able[1:])
+
+
+def _obstacles(gpus: Mapping[str, str | None]) -> dict[Kind, str | None]:
+    """What is in the way of each transport, the best first."""
+    return {"ipc": _obstacle_to_ipc(gpus), "nccl": _obstacle_to_nccl(gpus), "gloo": None}
 
 
 CARRIES = {

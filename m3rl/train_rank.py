@@ -59,7 +59,7 @@ class TrainRank:
             init_method,
             device=settings.device,
             num_threads=settings.num_threads,
-            timeout_s=settings.timeout_s,
+            timeout_s=settings.collective_timeout_s,
             ep=settings.ep,
             cp=settings.cp,
         )

@@ -29,6 +29,7 @@ DOORS = {
     ),
     "m3rl/rollout/m3_ranks.py": ("inference.parallel",),
     "m3rl/sft.py": ("inference.config",),
+    "m3rl/model_layout.py": ("inference.config", "inference.models.name_map"),
     "m3rl/plan": ("inference.config", "inference.memory", "inference.parallel.config"),
     "m3rl/sync_plan.py": (
         "inference.config",
@@ -38,7 +39,9 @@ DOORS = {
     ),
 }
 """Where m3rl may enter the runtime, and what it may take there."""
-RAY = ("m3rl/rollout/m3_backend.py", "m3rl/rollout/vllm_backend.py", "m3rl/rollout/placement.py")
+RAY = tuple(
+    f"m3rl/rollout/{name}.py" for name in ("pool", "m3_backend", "vllm_backend", "placement")
+)
 LAUNCH = ("m3rl/launch.py",)
 
 

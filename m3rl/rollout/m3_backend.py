@@ -1,63 +1,29 @@
-"""The bundled runtime as a generation backend: a pool of replicas, each of one Ray actor or more.
+"""The bundled runtime as a generation backend: how the actors of its replicas are made and meet.
 
-The driver shares requests out, watches every replica against a deadline, gives up those that die or
-stay silent, and starts others in their place; what a replica does is in `m3_replica.py`, how the
-ranks of one keep in step in `m3_ranks.py`.
+What every kind of replica needs of the driver is in `pool.py`; what a replica does is in
+`m3_replica.py`, how the ranks of one keep in step in `m3_ranks.py`.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
-import time
-from collections.abc import Collection, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import remove_placement_group
 
 from m3rl.rendezvous import Meeting, Rendezvous
-from m3rl.rollout.backend import BackendError, GenerationOutcome, PauseMode, ReplicaHealth
 from m3rl.rollout.m3_ranks import RankReplica
 from m3rl.rollout.m3_replica import M3Replica, ReplicaSettings
 from m3rl.rollout.placement import (
     Place,
-    cause_of,
-    future_of,
     gpus_to_see,
     node_address,
     see_gpus,
     side_by_side,
     worker_options,
 )
-from m3rl.types import GenerationRequest, Receiver, RemoteReceiver, TensorSlot
-
-logger = logging.getLogger(__name__)
-
-CALL_TIMEOUT_S = 120.0
-"""Longest wait for a replica to pause, resume or load."""
-STATS_TIMEOUT_S = 5.0
-
-
-class _RemoteReceiver:
-    """`RemoteReceiver` over a Ray actor."""
-
-    def __init__(self, backend: M3Backend, replica: int, worker: int) -> None:
-        self._backend = backend
-        self._replica = replica
-        self._worker = worker
-
-    def attach(self, receiver: Receiver) -> None:
-        future_of(self._actor().attach.remote(receiver)).result()
-
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        return future_of(self._actor().receiver_call.remote(method, *args))
-
-    def _actor(self) -> Any:
-        return self._backend.workers(self._replica)[self._worker]
+from m3rl.rollout.pool import ReplicaPool
 
 
 class RankActor(RankReplica):
@@ -71,24 +37,9 @@ class RankActor(RankReplica):
         self.start(rank, meeting, node_address())
 
 
-def _require_gpus(wanted: int) -> None:
-    """Say at once what Ray would wait for without end."""
-    found = int(ray.cluster_resources().get("GPU", 0)) if wanted else 0
-    if found < wanted:
-        raise BackendError(
-            f"rollout.backend: the replicas need {wanted} GPUs and the cluster has {found}; set "
-            "rollout.backend.device: cpu, or fewer num_replicas"
-        )
-
-
-class M3Backend:
-    """A pool of `num_replicas` replicas, of which each rank is a Ray actor with its own resources.
-
-    The constructor returns while the processes still start; `wait_started` ends that.
-
-    Raises:
-        BackendError: the cluster has fewer GPUs than the replicas need.
-    """
+class M3Backend(ReplicaPool):
+    """A pool of replicas of the bundled runtime, of which each rank is a Ray actor with its own
+    resources."""
 
     def __init__(
         self,
@@ -99,199 +50,37 @@ class M3Backend:
         start_timeout_s: float = 120.0,
         replica_class: type[M3Replica] = M3Replica,
     ) -> None:
-        self.num_replicas = num_replicas
+        """
+        Raises:
+            BackendError: the cluster has fewer GPUs than the replicas need.
+        """
         self._settings = settings
-        self._start_timeout_s = start_timeout_s
-        self._num_gpus = num_gpus
-        _require_gpus(num_replicas * settings.num_ranks * num_gpus)
+        self._gpus_of_a_rank = num_gpus
         self._class: Any = ray.remote(replica_class if settings.num_ranks == 1 else RankActor)
-        self._numbers = itertools.count()
-        """Of calls that all ranks of a replica are given alike."""
         self._rendezvous: Rendezvous | None = None
         """Of the ranks of each replica; none where every replica is one process."""
         if settings.num_ranks > 1:
             self._rendezvous = Rendezvous(node_address(), start_timeout_s)
         self._rooms: dict[int, Any] = {}
-        self._workers: list[list[Any]] = [[] for _ in range(num_replicas)]
-        """The actors of each replica, in rank order; none of one that is gone."""
-        for replica in range(num_replicas):
-            self._begin_start(replica)
-
-    def wait_started(self) -> None:
-        """Return when every replica process answers.
-
-        Raises:
-            BackendError: one could not start (says why) or did not in time.
-        """
-        self._await_start(self.alive)
-
-    def workers(self, replica: int) -> list[Any]:
-        """The actors of a replica, in rank order."""
-        if not self._workers[replica]:
-            raise BackendError(f"replica {replica} is gone; restart it before calling it")
-        return self._workers[replica]
-
-    def actor(self, replica: int) -> Any:
-        """That of its first rank, which speaks for the replica."""
-        return self.workers(replica)[0]
-
-    @property
-    def alive(self) -> list[int]:
-        return [replica for replica, workers in enumerate(self._workers) if workers]
-
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        *,
-        timeout_s: float,
-        replicas: Collection[int] | None = None,
-    ) -> GenerationOutcome:
-        alive = [r for r in self.alive if replicas is None or r in replicas]
-        if not alive:
-            raise BackendError("no replica is left to generate on; see the log for why each ended")
-        shares: dict[int, list[GenerationRequest]] = {replica: [] for replica in alive}
-        for request in sorted(requests, key=lambda r: (r.prompt_ordinal, r.sample_index)):
-            shares[alive[request.prompt_ordinal % len(alive)]].append(request)
-        pending = {
-            ref: replica
-            for replica, share in shares.items()
-            if share
-            for ref in self._call(replica, "generate", share)
-        }
-        outcome = GenerationOutcome()
-        watch = _ProgressWatch(timeout_s)
-        while pending:
-            done, _ = ray.wait(list(pending), timeout=watch.poll_s)
-            lost: dict[int, str] = {}
-            for ref in done:
-                replica = pending.pop(ref)
-                try:
-                    fault = self._take(ref, outcome)
-                except BackendError:
-                    self._abandon(pending, shares)
-                    raise
-                if fault is not None:
-                    lost.setdefault(replica, fault)
-            waited_for = set(pending.values()) - lost.keys()
-            for replica in watch.silent({r: self.actor(r).health.remote() for r in waited_for}):
-                lost[replica] = f"no progress within rollout.timeout_s={timeout_s:g} s"
-            for replica, fault in lost.items():
-                self._give_up(replica, shares[replica], outcome, fault)
-            pending = {ref: replica for ref, replica in pending.items() if replica not in lost}
-        return outcome
-
-    def abort(self, request_ids: Sequence[str]) -> int:
-        return sum(sum(counts) for counts in self._ask_all(self.alive, "abort", list(request_ids)))
-
-    def pause(self, mode: PauseMode, replica: int | None = None) -> None:
-        self._ask(self.alive if replica is None else [replica], "pause", mode)
-
-    def resume(self, replica: int | None = None) -> None:
-        self._ask(self.alive if replica is None else [replica], "resume")
-
-    def weight_layout(self, replica: int) -> list[list[TensorSlot]]:
-        return self._ask_all([replica], "weight_layout")[0]
-
-    def gpus(self) -> dict[str, str | None]:
-        found = zip(self.alive, self._ask_all(self.alive, "gpu"), strict=True)
-        return {
-            f"replica {replica} rank {rank}": gpu
-            for replica, gpus in found
-            for rank, gpu in enumerate(gpus)
-        }
-
-    def prompt_lengths(self) -> tuple[int, int]:
-        lengths: tuple[int, int] = self._ask(self.alive[:1], "prompt_lengths")[0]
-        return lengths
-
-    def prompt_logprobs(self, replica: int, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        scores: list[np.ndarray] = self._ask([replica], "prompt_logprobs", list(prompts))[0]
-        return scores
-
-    def receivers(self, replica: int) -> list[RemoteReceiver]:
-        return [_RemoteReceiver(self, replica, rank) for rank in range(self._settings.num_ranks)]
-
-    def load(self, path: str, version: int, replicas: Sequence[int] | None = None) -> None:
-        self._ask(self.alive if replicas is None else replicas, "load", path, version)
-
-    def drop(self, replica: int) -> None:
-        for worker in self._workers[replica]:
-            ray.kill(worker)
-        self._workers[replica] = []
-        if replica in self._rooms:
-            remove_placement_group(self._rooms.pop(replica))
-
-    def restart(self, replica: int) -> None:
-        self.drop(replica)
-        self._begin_start(replica)
-        self._await_start([replica])
-
-    def stats(self) -> dict[str, float]:
-        """Of the replicas that answer; a silent one is found and replaced when it should work."""
-        refs = [worker.stats.remote() for r in self.alive for worker in self.workers(r)]
-        done, _ = (
-            ray.wait(refs, num_returns=len(refs), timeout=STATS_TIMEOUT_S) if refs else ([], [])
+        super().__init__(
+            num_replicas,
+            num_ranks=settings.num_ranks,
+            num_gpus=settings.num_ranks * num_gpus,
+            start_timeout_s=start_timeout_s,
         )
-        per_replica = []
-        for ref in done:
-            try:
-                per_replica.append(ray.get(ref))
-            except (RayActorError, RayTaskError) as error:
-                logger.warning("a replica gave no figures: %s", cause_of(error))
-        return {
-            f"engine/{key}": float(np.mean([stats[key] for stats in per_replica]))
-            for key in (per_replica[0] if per_replica else {})
-        }
 
-    def health(self, timeout_s: float = 10.0) -> list[ReplicaHealth]:
-        return [self._health(replica, timeout_s) for replica in range(self.num_replicas)]
-
-    def close(self) -> None:
-        for replica in self.alive:
-            self.drop(replica)
-
-    def _health(self, replica: int, timeout_s: float) -> ReplicaHealth:
-        if not self._workers[replica]:
-            return ReplicaHealth(replica, False, None, "not running")
-        try:
-            reports = ray.get(
-                [worker.health.remote() for worker in self._workers[replica]], timeout=timeout_s
-            )
-        except GetTimeoutError:
-            return ReplicaHealth(replica, False, None, f"no answer within {timeout_s:g} s")
-        except RayActorError as error:
-            return ReplicaHealth(replica, False, None, cause_of(error))
-        failure = next((report["failure"] for report in reports if report["failure"]), "")
-        return ReplicaHealth(replica, not failure, reports[0]["version"], failure)
-
-    def _begin_start(self, replica: int) -> None:
+    def _new_workers(self, replica: int) -> list[Any]:
         settings = self._settings
-        options = worker_options(settings.num_threads, self._num_gpus, max_concurrency=8)
+        options = worker_options(settings.num_threads, self._gpus_of_a_rank, max_concurrency=8)
         places: list[dict[str, Any]] = [{}]
         if settings.num_ranks > 1:
-            self._rooms[replica], places = side_by_side(settings.num_ranks, self._num_gpus)
-        self._workers[replica] = [
-            self._class.options(**options, **place).remote(settings) for place in places
-        ]
+            self._rooms[replica], places = side_by_side(settings.num_ranks, self._gpus_of_a_rank)
+        return [self._class.options(**options, **place).remote(settings) for place in places]
 
-    def _await_start(self, replicas: Sequence[int] | range) -> None:
-        deadline = time.monotonic() + self._start_timeout_s
-        try:
-            if self._settings.num_ranks > 1:
-                self._join_ranks(replicas)
-            refs = [worker.health.remote() for r in replicas for worker in self.workers(r)]
-            ray.get(refs, timeout=max(0.0, deadline - time.monotonic()))
-        except GetTimeoutError:
-            raise BackendError(
-                f"replicas {list(replicas)} did not start within {self._start_timeout_s:g} s; "
-                "is there room for them on the cluster (`ray status`)?"
-            ) from None
-        except (RayActorError, RayTaskError) as error:
-            raise BackendError(f"a replica could not start: {cause_of(error)}") from error
-
-    def _join_ranks(self, replicas: Sequence[int] | range) -> None:
-        """Have the ranks of each replica meet, all replicas at the same time."""
-        assert self._rendezvous is not None, "there are several ranks"
+    def _meet(self, replicas: Sequence[int]) -> None:
+        """All replicas at the same time."""
+        if self._rendezvous is None:
+            return
         asked = [[worker.place.remote() for worker in self.workers(r)] for r in replicas]
         joining = []
         for replica, refs in zip(replicas, asked, strict=True):
@@ -303,97 +92,6 @@ class M3Backend:
             ]
         ray.get(joining, timeout=self._start_timeout_s)
 
-    def _call(self, replica: int, method: str, *args: Any) -> list[Any]:
-        """Begin a call on all ranks of a replica; one that must be alike is so by its number."""
-        number = next(self._numbers)
-        return [worker.alike.remote(number, method, *args) for worker in self.workers(replica)]
-
-    def _ask(self, replicas: Sequence[int], method: str, *args: Any) -> list[Any]:
-        """As `_ask_all`, of the first rank of each replica."""
-        return [results[0] for results in self._ask_all(replicas, method, *args)]
-
-    def _ask_all(self, replicas: Sequence[int], method: str, *args: Any) -> list[list[Any]]:
-        """Results of a call on each of `replicas`, by rank.
-
-        Raises:
-            BackendError: one is gone, refuses, or is silent for CALL_TIMEOUT_S.
-        """
-        refs = [self._call(replica, method, *args) for replica in replicas]
-        try:
-            found = iter(ray.get([ref for each in refs for ref in each], timeout=CALL_TIMEOUT_S))
-            return [[next(found) for _ in each] for each in refs]
-        except GetTimeoutError:
-            raise BackendError(
-                f"{method}: replicas {list(replicas)} did not all answer in {CALL_TIMEOUT_S:g} s"
-            ) from None
-        except RayActorError as error:
-            raise BackendError(f"{method}: a replica is gone: {cause_of(error)}") from error
-        except RayTaskError as error:
-            raise BackendError(f"{method}: {error.cause}") from error
-
-    def _abandon(self, pending: dict[Any, int], shares: dict[int, list[GenerationRequest]]) -> None:
-        """End what other replicas still do for a call that failed."""
-        for replica in set(pending.values()):
-            self._ask([replica], "abort", [request.request_id for request in shares[replica]])
-        if pending:
-            ray.wait(list(pending), num_returns=len(pending), timeout=CALL_TIMEOUT_S)
-
-    def _take(self, ref: Any, outcome: GenerationOutcome) -> str | None:
-        """Put the results of one replica into `outcome`; its fault, if it is lost instead.
-
-        Raises:
-            BackendError: a request was refused. It would be by every replica, so none is lost.
-        """
-        try:
-            results = ray.get(ref)
-        except RayTaskError as error:
-            if isinstance(error.cause, ValueError):
-                raise BackendError(f"the runtime refused a request: {error.cause}") from error
-            return cause_of(error)
-        except RayActorError as error:
-            return cause_of(error)
-        outcome.generated.update({result.request_id: result for result in results})
-        return None
-
-    def _give_up(
-        self,
-        replica: int,
-        share: Sequence[GenerationRequest],
-        outcome: GenerationOutcome,
-        reason: str,
-    ) -> None:
-        logger.error("replica %d is given up: %s", replica, reason)
-        outcome.failures[replica] = reason
-        outcome.lost.extend(share)
-        self.drop(replica)
-
-
-class _ProgressWatch:
-    """Tells which replicas have not moved for `timeout_s`."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.poll_s = min(1.0, timeout_s / 4)
-        self._timeout_s = timeout_s
-        self._began = time.monotonic()
-        self._last: dict[int, tuple[int, float]] = {}
-        """Replica -> (engine steps, when that number was first seen)."""
-
-    def silent(self, asked: dict[int, Any]) -> set[int]:
-        """Replicas of `asked` (replica -> reference to its health) that moved too long ago."""
-        if asked:
-            ray.wait(list(asked.values()), num_returns=len(asked), timeout=self.poll_s)
-        now = time.monotonic()
-        for replica, ref in asked.items():
-            progress = _progress(ref)
-            steps, _ = self._last.get(replica, (-1, self._began))
-            if progress is not None and progress != steps:
-                self._last[replica] = (progress, now)
-        return {r for r in asked if now - self._last.get(r, (-1, self._began))[1] > self._timeout_s}
-
-
-def _progress(ref: Any) -> int | None:
-    """Engine steps of a replica; None when it has not answered."""
-    try:
-        return int(ray.get(ref, timeout=0)["progress"])
-    except (GetTimeoutError, RayActorError):  # a death is told by the call that waits for results
-        return None
+    def _free(self, replica: int) -> None:
+        if replica in self._rooms:
+            remove_placement_group(self._rooms.pop(replica))

@@ -1,28 +1,22 @@
-"""One replica of the bundled runtime: an engine and the thread that steps it. Knows nothing of Ray.
+"""One replica of the bundled runtime: its engine, on the thread of `engine_replica`.
 
-    callers ──▶ command queue ──▶ engine thread: commands, step, deliver
     a receiver's caller ──▶ memory that nothing computes with; begin, commit and abort are commands
 
-The engine thread owns the engine: whatever touches it (submissions, aborts, pauses, the version
-that serves) is a command that runs between two steps, so nothing can see half an update. The bytes
-of a weight sync come on another thread: into a shadow, while the engine steps, or into the weights
-themselves, between a begin and a commit, when it does not.
+The bytes of a weight sync come on another thread than the engine's: into a shadow, while the engine
+steps, or into the weights themselves, between a begin and a commit, when it does not.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import queue
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from m3rl.rollout.backend import Generated, PauseMode
+from m3rl.rollout.backend import Generated
+from m3rl.rollout.engine_replica import EngineReplica
+from m3rl.rollout.receiver_seat import ReceiverSeat
 from m3rl.sync_transport import gpu_of
 from m3rl.types import GenerationRequest, Receiver, TensorSlot
 
@@ -30,8 +24,6 @@ if TYPE_CHECKING:
     from inference.engine.engine import Engine
     from inference.engine.request import RequestOutput
     from inference.parallel.groups import ParallelGroups
-
-logger = logging.getLogger(__name__)
 
 SCORED_DECODES = 8
 """Last tokens of a scored prompt that are computed as decode steps do."""
@@ -93,8 +85,8 @@ class EngineTarget:
         self._run(self._abort)
 
 
-class M3Replica:
-    """One engine and the thread that steps it; lives in its own process, knows nothing of Ray."""
+class M3Replica(EngineReplica["Engine"]):
+    """One engine of the bundled runtime and the thread that steps it."""
 
     def __init__(self, settings: ReplicaSettings, groups: ParallelGroups | None = None) -> None:
         import torch
@@ -105,31 +97,9 @@ class M3Replica:
         torch.set_num_threads(settings.num_threads)
         config = ModelConfig.from_pretrained(settings.model_path)
         tokenizer = load_tokenizer(settings.model_path)  # for stop strings
-        self.engine = Engine(config, EngineConfig(**settings.engine), tokenizer, groups)
-        self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._waiting: dict[str, Future[RequestOutput]] = {}
-        self._receiver: Receiver | None = None
-        self._receiving = threading.Lock()
-        self._progress = 0
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
-        self._thread.start()
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Generated]:
-        """Submit all requests before the next step and wait for all of them, in order."""
-        futures = self._run_alike(lambda: self._submit_all(requests))
-        return [_generated(future.result()) for future in futures]
-
-    def abort(self, request_ids: Sequence[str]) -> int:
-        return self._run_alike(lambda: self.engine.abort(request_ids))
-
-    def pause(self, mode: PauseMode) -> None:
-        self._run_alike(lambda: self.engine.pause(mode))
-
-    def resume(self) -> None:
-        self._run_alike(self.engine.resume)
+        engine = Engine(config, EngineConfig(**settings.engine), tokenizer, groups)
+        self._seat = ReceiverSeat()
+        super().__init__(lambda: engine)  # it may be made here, where a caller has set its device
 
     def weight_layout(self) -> list[TensorSlot]:
         return [
@@ -181,44 +151,13 @@ class M3Replica:
         return self._run_alike(score)
 
     def attach(self, receiver: Receiver) -> None:
-        with self._receiving:
-            receiver.bind(EngineTarget(self.engine, self._run))
-            self._receiver = receiver
+        self._seat.attach(receiver, EngineTarget(self.engine, self._run))
 
     def receiver_call(self, method: str, *args: Any) -> Any:
         """Call a method of the receiver, one call at a time, beside the engine's steps."""
-        with self._receiving:
-            if self._receiver is None:
-                raise RuntimeError(f"receiver.{method}: no receiver is attached to this replica")
-            return getattr(self._receiver, method)(*args)
+        return self._seat.call(method, *args)
 
-    def stats(self) -> dict[str, float]:
-        return self._run(self.engine.stats)
-
-    def health(self) -> dict[str, Any]:
-        """Answers from another thread, so a long step or sync does not make it silent."""
-        return {
-            "pid": os.getpid(),
-            "version": self.engine.version,
-            "progress": self._progress,
-            "failure": repr(self._failure) if self._failure is not None else "",
-        }
-
-    def _submit_all(self, requests: Sequence[GenerationRequest]) -> list[Future[RequestOutput]]:
-        """All or none: when one is refused, those before it are taken back."""
-        taken: list[str] = []
-        try:
-            for request in requests:
-                self._submit(request)
-                taken.append(request.request_id)
-        except Exception:
-            self.engine.abort(taken)
-            for request_id in taken:
-                del self._waiting[request_id]
-            raise
-        return [self._waiting[request_id] for request_id in taken]
-
-    def _submit(self, request: GenerationRequest) -> None:
+    def _add(self, request: GenerationRequest) -> None:
         from inference.engine.request import Request, SamplingParams
 
         sampling = request.sampling
@@ -242,87 +181,17 @@ class M3Replica:
                 use_prefix_cache=sampling.use_prefix_cache,
             )
         )
-        self._waiting[request.request_id] = Future()
 
-    def alike(self, number: int, method: str, *args: Any) -> Any:
-        """Call a method that all ranks of a replica are given under one number."""
-        return getattr(self, method)(*args)
-
-    def _run_alike(self, command: Callable[[], Any]) -> Any:
-        """Run a command that all ranks of a replica run between the same two steps."""
-        return self._run(command)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(f"the engine of this replica has failed: {self._failure!r}")
-
-    def _run(self, command: Callable[[], Any]) -> Any:
-        """Run a command on the engine thread between two steps and return its result."""
-        self._raise_failure()
-        future: Future[Any] = Future()
-        self._commands.put((command, future))
-        if self._failure is not None:  # it failed since: nobody else empties the queue
-            self._fail_all(self._failure)
-        return future.result()
-
-    def _serve(self) -> None:
-        try:
-            while True:
-                if not self._run_commands(wait=not self.engine.has_work):
-                    return
-                if self.engine.has_work:
-                    self._deliver(self.engine.step())
-                    self._progress += 1
-        except BaseException as error:  # outermost loop of the engine thread: hand the fault on
-            self._failure = error
-            logger.exception("the engine thread ended")
-            self._fail_all(error)
-
-    def _run_commands(self, wait: bool) -> bool:
-        """Run what is queued (waiting for a first command if `wait`); False when told to end."""
-        while True:
-            try:
-                item = self._commands.get(block=wait)
-            except queue.Empty:
-                return True
-            wait = False
-            if item is None:
-                return False
-            command, future = item
-            try:
-                future.set_result(command())
-            except Exception as error:  # a caller's fault belongs to the caller, not to the loop
-                future.set_exception(error)
-
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        for output in outputs:
-            future = self._waiting.pop(output.request_id, None)
-            if future is not None:  # None: taken back by _submit_all
-                future.set_result(output)
-
-    def _fail_all(self, error: BaseException) -> None:
-        for future in self._waiting.values():
-            future.set_exception(RuntimeError(f"the engine of this replica has failed: {error!r}"))
-        self._waiting.clear()
-        while True:
-            try:
-                item = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            if item is not None:
-                item[1].set_exception(RuntimeError(f"the engine has failed: {error!r}"))
-
-
-def _generated(output: RequestOutput) -> Generated:
-    return Generated(
-        request_id=output.request_id,
-        token_ids=np.asarray(output.token_ids, np.int32),
-        logprobs=np.asarray(output.logprobs, np.float32),
-        finish_reason=output.finish_reason,
-        version_spans=np.asarray(output.version_spans, np.int64),
-        seed=output.seed,
-        num_cached_tokens=output.num_cached_tokens,
-        routing=output.routing,
-        blocks=output.blocks,
-        error=output.error,
-    )
+    def _generated(self, output: RequestOutput) -> Generated:
+        return Generated(
+            request_id=output.request_id,
+            token_ids=np.asarray(output.token_ids, np.int32),
+            logprobs=np.asarray(output.logprobs, np.float32),
+            finish_reason=output.finish_reason,
+            version_spans=np.asarray(output.version_spans, np.int64),
+            seed=output.seed,
+            num_cached_tokens=output.num_cached_tokens,
+            routing=output.routing,
+            blocks=output.blocks,
+            error=output.error,
+        )

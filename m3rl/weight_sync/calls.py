@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 from m3rl.types import RemoteReceiver
-from m3rl.weight_sync.errors import RefusedError, SyncError
+from m3rl.weight_sync.errors import (
+    NotMappableError,
+    RefusedError,
+    SyncError,
+    TransportError,
+)
 from m3rl.weight_sync.probe import ProbeError
 
 
@@ -19,6 +24,8 @@ def gather(phase: str, asked: Mapping[str, Future[Any]], limit_s: float) -> list
 
     Raises:
         RefusedError: all that failed refuse to prepare.
+        NotMappableError: those that connect cannot map memory, and nothing else is wrong.
+        ProbeError: one found another function than the trainer's.
         SyncError: one failed or is late; names all such.
     """
     _, late = wait(asked.values(), limit_s, return_when=FIRST_EXCEPTION)
@@ -28,18 +35,30 @@ def gather(phase: str, asked: Mapping[str, Future[Any]], limit_s: float) -> list
         if future.done() and (error := future.exception()) is not None
     }
     if errors:
-        is_refusal = all(isinstance(error, RefusedError) for error in errors.values())
-        kind: type[SyncError] = RefusedError if is_refusal and phase == "prepare" else SyncError
+        kind = _kind(phase, errors.values())
         if kind is RefusedError:
             wait(asked.values(), limit_s)  # whoever tries again finds nobody at it
-        if any(isinstance(error, ProbeError) for error in errors.values()):
-            kind = ProbeError
         told = "; ".join(f"{who}: {cause(error)}" for who, error in errors.items())
         raise kind(f"{phase}: {told}") from next(iter(errors.values()))
     if late:
         names = ", ".join(name for name, future in asked.items() if future in late)
         raise SyncError(f"{phase}: no answer from {names} within {limit_s:g} s")
     return [future.result() for future in asked.values()]
+
+
+def _kind(phase: str, errors: Collection[BaseException]) -> type[SyncError]:
+    """Of the error that tells of these."""
+
+    def are(kind: type[SyncError]) -> Iterator[bool]:
+        return (isinstance(error, kind) for error in errors)
+
+    if any(are(ProbeError)):
+        return ProbeError
+    if phase == "prepare" and all(are(RefusedError)):
+        return RefusedError
+    if phase == "connect" and all(are(TransportError)) and any(are(NotMappableError)):
+        return NotMappableError
+    return SyncError
 
 
 def all_answer(asked: Collection[Future[Any]], answer: Any, limit_s: float) -> bool:

@@ -23,6 +23,10 @@ class TransportError(SyncError):
     """A rank did not join, or a transfer did not finish; the message names who was waited for."""
 
 
+class NotMappableError(TransportError):
+    """Members of a group cannot map one another's memory; another transport may connect them."""
+
+
 class NonFiniteError(SyncError):
     """A tensor arrived with NaN or infinity in it."""
 

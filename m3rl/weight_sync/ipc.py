@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from m3rl.weight_sync.errors import TransportError
-from m3rl.weight_sync.ipc_links import Card, Link, connect_all
+from m3rl.weight_sync.errors import NotMappableError, TransportError
+from m3rl.weight_sync.ipc_links import Card, Link, connect_all, raise_refusal, refuse
 from m3rl.weight_sync.ipc_memory import CudaMemory, MappingError, Spot
 from m3rl.weight_sync.lane import POLL_S
 from m3rl.weight_sync.transport import Deadline, GroupSpec, Posted, Transfer, Transport
@@ -117,8 +117,9 @@ class IpcTransport(Transport):
         """Connect to the members and map a little memory of each, once all are here.
 
         Raises:
-            TransportError: the device is no GPU, the members are on different hosts, or one cannot
-                map memory of another.
+            NotMappableError: the members are on different hosts, or one cannot map what another
+                has.
+            TransportError: the device is no GPU, or a member has left.
             RuntimeError: a member did not come in time.
         """
         deadline = Deadline(spec.timeout_s)
@@ -130,6 +131,9 @@ class IpcTransport(Transport):
             transport = cls(peers, spec, rank, store, memory)
             transport._try_out(cards, deadline)
             is_done = True
+        except NotMappableError as error:
+            refuse(store, error)
+            raise
         finally:
             if not is_done:
                 (transport or memory).close()
@@ -298,7 +302,7 @@ class IpcTransport(Transport):
         """Have every worker read a few bytes of each of its peers.
 
         Raises:
-            TransportError: one cannot; all who connect with it raise the same.
+            NotMappableError: one cannot; all who connect with it raise the same.
         """
         peers, is_worker = self._member(), self.rank >= self.spec.num_senders
         secret = secrets.token_bytes(64)
@@ -325,7 +329,7 @@ class IpcTransport(Transport):
         for peer in peers.values():
             faults += self._expect(peer, "mapped", deadline)[0]
         if faults:
-            raise TransportError(faults[0])
+            raise NotMappableError(faults[0])
 
     def _read_probe(self, peer: _Peer, spot: Spot, expected: bytes, deadline: Deadline) -> None:
         address = peer.opened[spot.allocation] = self._memory.open(spot.handle)
@@ -339,6 +343,7 @@ class IpcTransport(Transport):
         try:
             return peer.link.expect(kind, deadline)
         except OSError as error:
+            raise_refusal(self._store)
             raise TransportError(
                 f"{self._name} could not join the group of replica {self.spec.replica}: "
                 f"{peer.name} does not answer after {deadline.elapsed_s:.1f} s of "

@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from m3rl.host import this_host
-from m3rl.weight_sync.errors import TransportError
+from m3rl.weight_sync.errors import NotMappableError, TransportError
 from m3rl.weight_sync.transport import Deadline, GroupSpec, here_key
 
 MAX_FRAME = 1 << 16
 """Bytes of a frame, at most."""
+LOOK_S = 0.2
+"""Between two looks of a member that waits to be connected with at whether one refuses."""
 
 
 class Card(NamedTuple):
@@ -108,7 +110,8 @@ def connect_all(
         gpu: name of this member's GPU.
 
     Raises:
-        TransportError: the members are on different hosts, or one cannot be reached.
+        NotMappableError: the members are on different hosts, or one is not to be reached here.
+        TransportError: one did not connect in time.
         RuntimeError: a member did not come in time.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -121,9 +124,9 @@ def connect_all(
         cards = _exchange(spec, rank, store, Card(this_host(), gpu, address))
         peers = [m for m in range(spec.world_size) if max(m, rank) >= spec.num_senders]
         for peer in (m for m in peers if m < rank):
-            links[peer] = _connect(spec, rank, peer, cards[peer].address, deadline)
+            links[peer] = _connect(spec, rank, peer, cards[peer].address, store, deadline)
         while any(m > rank and m not in links for m in peers):
-            peer, link = _accept(spec, rank, listener, deadline)
+            peer, link = _accept(spec, rank, listener, store, deadline)
             links[peer] = link
         is_done = True
     finally:
@@ -142,7 +145,7 @@ def _exchange(spec: GroupSpec, rank: int, store: Store, card: Card) -> dict[int,
     cards = {m: Card(*json.loads(store.get(_card_key(m)))) for m in members}
     for member, other in cards.items():
         if other.host != cards[0].host:
-            raise TransportError(
+            raise NotMappableError(
                 f"{spec.member(member)} is on host {other.host} and {spec.member(0)} on "
                 f"{cards[0].host}: CUDA IPC maps memory of one host only; set "
                 "weight_sync.transport: nccl"
@@ -150,16 +153,33 @@ def _exchange(spec: GroupSpec, rank: int, store: Store, card: Card) -> dict[int,
     return cards
 
 
-def _connect(spec: GroupSpec, rank: int, peer: int, address: str, deadline: Deadline) -> Link:
+def refuse(store: Store, error: NotMappableError) -> None:
+    """Tell the other members, before they are left alone, why there will be no group."""
+    store.set(_REFUSAL, str(error))
+
+
+def raise_refusal(store: Store) -> None:
+    """
+    Raises:
+        NotMappableError: a member has said why there will be no group.
+    """
+    if store.check([_REFUSAL]):
+        raise NotMappableError(store.get(_REFUSAL).decode())
+
+
+def _connect(
+    spec: GroupSpec, rank: int, peer: int, address: str, store: Store, deadline: Deadline
+) -> Link:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(deadline.left_s)
     try:
         connection.connect(address)
     except OSError as error:
         connection.close()
-        raise TransportError(
+        raise_refusal(store)
+        raise NotMappableError(
             f"{spec.member(rank)} cannot reach {spec.member(peer)} on its own host ({error}); it "
-            "is gone, or in a network namespace of its own"
+            "is gone, or in a network namespace of its own; set weight_sync.transport: nccl"
         ) from error
     link = Link(connection)
     link.send("hello", rank)
@@ -167,10 +187,10 @@ def _connect(spec: GroupSpec, rank: int, peer: int, address: str, deadline: Dead
 
 
 def _accept(
-    spec: GroupSpec, rank: int, listener: socket.socket, deadline: Deadline
+    spec: GroupSpec, rank: int, listener: socket.socket, store: Store, deadline: Deadline
 ) -> tuple[int, Link]:
     while True:
-        listener.settimeout(deadline.left_s)
+        listener.settimeout(min(LOOK_S, deadline.left_s))
         try:
             connection, _ = listener.accept()
             link = Link(connection)
@@ -179,6 +199,9 @@ def _accept(
                 return int(link.expect("hello", deadline)[0]), link
             link.close()
         except OSError as error:
+            raise_refusal(store)
+            if isinstance(error, TimeoutError) and not deadline.is_over:
+                continue
             raise TransportError(
                 f"{spec.member(rank)}: not all members have connected after "
                 f"{deadline.elapsed_s:.1f} s of {deadline.seconds:g} s ({error})"
@@ -190,3 +213,5 @@ def _card_key(rank: int) -> str:
 
 
 _PEER = socket.SO_PEERCRED
+_REFUSAL = "ipc/refusal"
+"""Key in the store."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from m3rl.weight_sync.errors import TransportError
+from m3rl.weight_sync.errors import NotMappableError, TransportError
 from m3rl.weight_sync.lane import POLL_S
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class CudaMemory:
             wires: [bytes] uint8 each, on the device.
 
         Raises:
-            TransportError: one lies in memory that cannot be shared.
+            NotMappableError: one lies in memory that cannot be shared.
         """
         with self._entered():
             return [self._spot(wire.data_ptr()) for wire in wires]
@@ -172,7 +172,7 @@ class CudaMemory:
     def _spot(self, address: int) -> Spot:
         allocation, is_capable, begin = self._attributes(address)
         if not is_capable:
-            raise TransportError(
+            raise NotMappableError(
                 f"{self._owner}: CUDA IPC does not share memory that torch's allocator has by "
                 "expandable_segments or cudaMallocAsync; take it out of PYTORCH_CUDA_ALLOC_CONF, "
                 "or set weight_sync.transport: nccl"
@@ -182,7 +182,7 @@ class CudaMemory:
             try:
                 self._call("cuIpcGetMemHandle", ctypes.byref(handle), begin)
             except MappingError as error:
-                raise TransportError(
+                raise NotMappableError(
                     f"{self._owner} cannot share memory of {self.gpu}: {error}; set "
                     "weight_sync.transport: nccl"
                 ) from error

@@ -25,6 +25,7 @@ from m3rl.errors import M3rlError
 from m3rl.rendezvous import Rendezvous
 from m3rl.types import RemoteReceiver, SenderGroup
 from m3rl.weight_sync.calls import gather
+from m3rl.weight_sync.carriers import join_over
 from m3rl.weight_sync.delta_driver import Deltas, Offer
 from m3rl.weight_sync.driver import Driver, ReplicaState
 from m3rl.weight_sync.errors import BusyError, NotReadyError, RefusedError, SyncError
@@ -57,6 +58,7 @@ class WeightSync:
         verify: bool,
         chunk_bytes: int = 256 << 20,
         backend: str = "gloo",
+        fallbacks: Sequence[str] = (),
         wire: str = "bf16",
         delta_full_every: int = 1,
         probe: Probe | None = None,
@@ -73,7 +75,10 @@ class WeightSync:
             min_replicas: fewer replicas with the new version are an error.
             verify: compare hashes before every commit.
             chunk_bytes: most that a member stages for a round; two rounds are in flight.
-            backend: transport of the groups: 'nccl' between GPUs, 'gloo' through hosts' memory.
+            backend: transport of the groups: 'nccl' between GPUs, 'ipc' between those of one host,
+                'gloo' through hosts' memory.
+            fallbacks: taken in their order, for all replicas that connect from then on, when one
+                connects whose members cannot map one another's memory.
             wire: 'bf16', or 'mxfp8': trainer ranks quantise what replicas hold in MXFP8, to the
                 same bytes; half as many travel.
             delta_full_every: of so many syncs one sends all, and others only what changed, where
@@ -98,7 +103,7 @@ class WeightSync:
         }
         self._min_replicas = min_replicas
         self._chunk_bytes = chunk_bytes
-        self._backend = backend
+        self._backends: Sequence[str] = (backend, *fallbacks)
         self._wire = wire
         self._rendezvous = Rendezvous(host, timeout_s)
         self._sender_layouts: list[Layout] = []
@@ -128,7 +133,7 @@ class WeightSync:
                 )
             is_done = False
             try:
-                self._join(one)
+                self._backends = join_over(self._backends, one, self._join)
                 is_done = True
             finally:
                 if not is_done:
@@ -278,7 +283,7 @@ class WeightSync:
                     return None
                 self._begin_probe(version)
                 self._serial += 1
-                group = self._group(one, f"from{peer.number}")
+                group = self._group(one, f"from{peer.number}", self._backends[0])
                 try:
                     one.take_from(peer, version, group, self._chunk_bytes)
                 except PeerError as error:
@@ -302,7 +307,7 @@ class WeightSync:
         if probe is not None and probe.is_due(version):
             probe.begin()
 
-    def _group(self, one: Replica, purpose: str) -> GroupSpec:
+    def _group(self, one: Replica, purpose: str, backend: str) -> GroupSpec:
         """Of all trainer ranks and the replica's workers, under a key that was never used."""
         return GroupSpec(
             replica=one.number,
@@ -312,10 +317,10 @@ class WeightSync:
             port=self._rendezvous.port,
             key=f"replica{one.number}/{purpose}/{self._serial}",
             timeout_s=self._driver.timeout_s,
-            backend=self._backend,
+            backend=backend,
         )
 
-    def _join(self, one: JoiningReplica) -> None:
+    def _join(self, one: JoiningReplica, backend: str) -> None:
         workers = one.attach()
         if not self._sender_layouts:
             asked = {
@@ -329,7 +334,7 @@ class WeightSync:
             check_plan(plan, self._sender_layouts, workers)
             self._plans[key] = plan
         self._serial += 1
-        one.join(self._group(one, "all"), self._plans[key], self._sender_layouts, workers)
+        one.join(self._group(one, "all", backend), self._plans[key], self._sender_layouts, workers)
 
     def _start(self, one: Replica, version: int, offer: Offer | None) -> Future[str | None]:
         serial = self._serial

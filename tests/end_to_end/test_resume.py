@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +71,26 @@ def test_a_run_killed_after_its_second_line_ends_with_the_weights_of_one_never_k
         assert line["refit/hash"] == line["weights_hash"]  # FP32 wire: the masters' own bits
         parts = sum(v for k, v in line.items() if k.startswith("time/") and "refit_" not in k)
         assert parts - line["time/step"] == pytest.approx(line["time/step"], rel=0.02)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_whose_rank_is_stopped_ends_and_says_which_and_the_command_that_resumes_it(
+    straight: Callable[[int], Run], tmp_path: Path
+) -> None:
+    options = (*SAVING, "train.num_ranks=2", "train.timeout_s=15")
+    run = Run("train", tmp_path / "run", *options)
+    run.wait_until(lambda: len(metrics(run.run_dir)) >= 2, "its second line")
+    run.actors("RankProcess")[1].send_signal(signal.SIGSTOP)
+    output = run.finish(expected=1)
+    assert re.search(r"error: .*rank [01] (is stopped|is silent)", output), output
+    resumes = re.search(r"\n`m3rl (train .*)` resumes from step (\d+)\n$", output)
+    assert resumes is not None, output
+    assert int(resumes.group(2)) >= 2
+    assert run.survivors() == []
+    words = [sys.executable, "-m", "m3rl.cli", *resumes.group(1).split()]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert f"resumed from step {resumes.group(2)}" in done.stderr
+    assert hashes(run.run_dir) == hashes(straight(2).run_dir)
 
 
 @pytest.mark.timeout(300)

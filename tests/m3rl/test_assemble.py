@@ -122,6 +122,7 @@ REACHES = {
     ),
     "run.seed": ("8", {"rank.seed": 8}),
     "train.num_threads": ("2", {"rank.num_threads": 2}),
+    "train.timeout_s": ("7", {"rank.timeout_s": 7.0}),
     "model.path": ("elsewhere", {"replica.model_path": "elsewhere"}),
     "eval.temperature": ("0.4", {"eval.temperature": 0.4}),
 }

@@ -14,7 +14,7 @@ from m3rl.assemble_sync import max_probe_error, weight_sync
 from m3rl.config import Config, ConfigError
 from m3rl.config_file import flatten
 from m3rl.host import this_host
-from m3rl.sync_transport import choose_transport, gpu_of
+from m3rl.sync_transport import choose_transport, fallbacks, gpu_of
 from m3rl.weight_sync.probe import Probe
 
 TINY = "configs/tiny_cpu.yaml"
@@ -152,6 +152,23 @@ def test_weights_travel_over_nccl_where_everybody_has_a_gpu_of_its_own():
 def test_weights_travel_by_copy_engines_where_all_gpus_are_of_one_host(gpu):
     gpus = OWN | {"replica 0": gpu}
     assert choose_transport("auto", gpus) == choose_transport("ipc", gpus) == "ipc"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "others"),
+    [
+        (OWN | {"replica 0": "c@x"}, ("nccl", "gloo")),
+        (OWN | {"replica 0": "b@x"}, ("gloo",)),  # two share a GPU
+        (OWN, ("gloo",)),
+        (OWN | {"replica 0": None}, ()),
+    ],
+)
+def test_what_may_carry_instead_of_the_choice_is_what_nothing_speaks_against(
+    monkeypatch, gpus, others
+):
+    assert fallbacks("auto", gpus) == others
+    assert handed_over(monkeypatch, pool=FakePool(gpus))["fallbacks"] == others
+    assert fallbacks("gloo", gpus) == fallbacks("ipc", gpus) == ()
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,17 @@ def test_ctrl_c_ends_with_130(file, runs, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_an_interrupt_is_told_with_how_to_go_on(file, runs, capsys):
+    def interrupted():
+        error = KeyboardInterrupt()
+        error.add_note("`m3rl train c.yaml` resumes from step 3")
+        raise error
+
+    runs.outcome = interrupted
+    assert main(["train", file]) == 130
+    assert capsys.readouterr().err == "interrupted\n`m3rl train c.yaml` resumes from step 3\n"
+
+
 def test_a_termination_is_told_and_ends_with_143(file, runs, capsys):
     runs.outcome = cli._terminate
     assert main(["train", file]) == 143
@@ -225,7 +236,10 @@ def test_the_traceback_of_an_expected_failure_is_in_the_run_log_and_not_on_the_c
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr.endswith("error: this is all there is to say\n")
+    again = f"`m3rl train {tmp_path / 'run' / 'config.yaml'}` begins again with the first step"
+    assert done.stderr.endswith(
+        f"error: this is all there is to say\nthere is no checkpoint yet: {again}\n"
+    )
     assert "Traceback" not in done.stderr
     assert "Traceback" in (tmp_path / "run" / "run.log").read_text()
 

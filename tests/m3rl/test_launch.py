@@ -6,8 +6,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import ray
 import torch
@@ -38,6 +40,46 @@ def test_the_port_where_ranks_meet_is_taken_from_the_moment_it_is_chosen(monkeyp
         ranks = launch.TrainerRanks(SETTINGS, 2, num_threads=1)
         assert ranks.all("sum") == [3.0, 3.0]
         ranks.close()
+
+
+class SummingRank(launch.RankProcess):
+    """A whole rank, of which a collective alone is wanted."""
+
+    def call(self, method, *args):
+        return getattr(self, method)()
+
+    def pid(self):
+        return os.getpid()
+
+    def sum(self):
+        return self._rank._group.sum(torch.tensor(self._rank.rank + 1.0)).item()
+
+
+@pytest.mark.timeout(180)
+def test_ranks_that_do_not_answer_end_the_wait_and_those_that_are_stopped_are_named(monkeypatch):
+    monkeypatch.setattr(launch, "RankProcess", SummingRank)
+    monkeypatch.setattr(launch, "ANSWER_S", 2.0)
+    with ray_cluster(2):
+        ranks = launch.TrainerRanks(replace(SETTINGS, timeout_s=3.0), 2, num_threads=1)
+        assert ranks.all("sum") == [3.0, 3.0]
+        pids = ranks.all("pid")
+        with pytest.raises(
+            launch.RankError,
+            match=r"sum: no answer from trainer rank 0 within train\.timeout_s=3 s; all their "
+            r"processes are there: .* raise train\.timeout_s",
+        ):
+            ranks.one(0, "sum")  # which the other one never enters
+        assert ranks.one(1, "sum") == 3.0  # and it was no deadline of the collective's own
+        os.kill(pids[1], signal.SIGSTOP)
+        begin = time.monotonic()
+        with pytest.raises(
+            launch.RankError,
+            match=r"no answer from trainer rank 0, 1 within .*; the process of rank 1 is stopped",
+        ):
+            ranks.all("sum")
+        assert time.monotonic() - begin < 15
+        ranks.close()
+        psutil.Process(pids[1]).wait(timeout=20)  # nothing is left that holds a GPU
 
 
 class BareRank(launch.RankProcess):

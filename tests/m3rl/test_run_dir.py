@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from m3rl.checkpoint import save
 from m3rl.config import Config, ConfigError
+from m3rl.errors import M3rlError
 from m3rl.run_dir import RunDirectory, check_same_model
 
 
@@ -48,13 +50,57 @@ def test_what_leaves_the_results_alone_may_change_and_is_logged(
 ) -> None:
     begin(tmp_path)
     with caplog.at_level("INFO", "m3rl.run_dir"):
-        patient = config(tmp_path, "weight_sync.timeout_s=90", "rollout.timeout_s=900")
+        patience = ("weight_sync.timeout_s=90", "rollout.timeout_s=900", "train.timeout_s=60")
+        patient = config(tmp_path, *patience)
         with RunDirectory(patient, "train") as run:
             assert Config.load(run.path / "config.yaml", []).rollout.timeout_s == 900
     assert caplog.messages == [
         "changed for the rest of the run: rollout.timeout_s: 300.0 before, 900.0 now",
+        "changed for the rest of the run: train.timeout_s: 1800.0 before, 60.0 now",
         "changed for the rest of the run: weight_sync.timeout_s: 60.0 before, 90.0 now",
     ]
+
+
+def end(tmp_path: Path, error: BaseException, purpose: str = "train") -> list[str]:
+    """Notes with which an error leaves a run."""
+    words = ["rollout.num_prompts=8"] if purpose == "rollout" else []
+    with pytest.raises(type(error)) as caught, RunDirectory(config(tmp_path, *words), purpose):
+        raise error
+    return getattr(caught.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("error", [M3rlError("lost"), ZeroDivisionError(), KeyboardInterrupt()])
+def test_what_ends_a_run_says_how_to_go_on(tmp_path: Path, error: BaseException) -> None:
+    command = f"m3rl train {tmp_path / 'run' / 'config.yaml'}"
+    begins_again = f"there is no checkpoint yet: `{command}` begins again with the first step"
+    assert end(tmp_path, error) == [begins_again]
+    for step in (20, 40):
+        save(tmp_path / "run", step, lambda path: (path / "config.json").touch(), {}, keep=2)
+    assert end(tmp_path, type(error)()) == [f"`{command}` resumes from step 40"]
+    (tmp_path / "run/checkpoints/step_000040/config.json").unlink()
+    assert end(tmp_path, type(error)()) == [f"`{command}` resumes from step 20"]
+    is_logged = "resumes from step 20" in (tmp_path / "run" / "run.log").read_text()
+    assert is_logged != isinstance(error, KeyboardInterrupt)  # an interrupt is no error
+
+
+def test_a_collection_that_ends_early_says_that_it_keeps_its_files(tmp_path: Path) -> None:
+    (note,) = end(tmp_path, M3rlError("lost"), purpose="rollout")
+    assert note == (
+        f"`m3rl rollout {tmp_path / 'run' / 'config.yaml'}` keeps the files that are there and "
+        "collects the others"
+    )
+
+
+def test_a_configuration_that_cannot_work_is_to_be_mended_first(tmp_path: Path) -> None:
+    assert end(tmp_path, ConfigError("checkpoint.resume is never")) == []
+
+
+def test_the_configuration_of_a_run_goes_on_with_it(tmp_path: Path) -> None:
+    begin(tmp_path, "grpo.preset=gspo", "train.steps=7")
+    again = Config.load(tmp_path / "run" / "config.yaml")
+    with RunDirectory(again, "train") as run:
+        assert run.path == tmp_path / "run"
+    assert again.train.steps == 7
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:

@@ -50,6 +50,11 @@ def list_tensors(path: Path) -> dict[str, StoredTensor]:
     index = path / INDEX_FILE
     if index.exists():
         return _list_indexed(index)
+    if not (path / SINGLE_FILE).exists() and (path / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{path} holds adapters, not a model; merge them into their base (`m3rl merge`) and "
+            "give that directory"
+        )
     files = [path / SINGLE_FILE] if (path / SINGLE_FILE).exists() else [*path.glob("*.safetensors")]
     if not files:
         raise CheckpointError(f"{path} holds no safetensors file; is the download complete?")

@@ -7,45 +7,79 @@ from __future__ import annotations
 
 import json
 import math
-import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from m3rl.rollout.chat import END, MARKERS
+from m3rl.rollout.markers import END, MARKERS
+from m3rl.weight_files import READABLE_DTYPES, read_header, weight_files
 
-READABLE_DTYPES = ("F32", "BF16", "F16")
 SCALE_SUFFIX = "_scale_inv"
 """Behind the name of a tensor in MXFP8: its scales, which are no parameters."""
 
 
 def tokenizer_problems(path: Path, vocab_size: int | None, eos_ids: Sequence[int]) -> list[str]:
     """What is wrong with tokenizer and chat template of the checkpoint at `path`."""
+    tokenizer, faults = _read_tokenizer(path)
+    if faults:
+        return faults
     file = path / "tokenizer.json"
-    if not file.is_file():
-        return [f"{file}: missing; copy the tokenizer of the checkpoint there"]
-    try:
-        tokenizer = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return [f"{file}: not valid JSON ({error}); copy it again"]
     ids = {str(t["content"]): int(t["id"]) for t in tokenizer.get("added_tokens", [])}
     if missing := [marker for marker in MARKERS if marker not in ids]:
         return [
             f"{file}: lacks the markers {' '.join(missing)} as single tokens; use the tokenizer of "
             "an M3 checkpoint, or add them as added_tokens"
         ]
-    problems = []
-    if vocab_size is not None and (beyond := max(ids.values())) >= vocab_size:
-        problems.append(
-            f"{file}: has token id {beyond}, and config.json a vocab_size of {vocab_size}; "
-            "they belong to different models"
-        )
+    problems = _vocabulary_problems(file, ids, vocab_size)
     if eos_ids and ids[END] not in eos_ids:
         problems.append(
             f"{file}: {END} is token {ids[END]}, and the model ends at eos_token_id "
             f"{list(eos_ids)}; add it to eos_token_id in config.json or generation_config.json"
         )
     return problems + _template_problems(path)
+
+
+def own_tokenizer_problems(
+    path: Path, vocab_size: int | None, stop_ids: Sequence[int]
+) -> list[str]:
+    """The same for a model of another architecture, whose dialogues have markers of their own.
+
+    Args:
+        stop_ids: tokens at which the model ends a completion.
+    """
+    tokenizer, faults = _read_tokenizer(path)
+    if faults:
+        return faults
+    file = path / "tokenizer.json"
+    ids = {str(t["content"]): int(t["id"]) for t in tokenizer.get("added_tokens", [])}
+    problems = _vocabulary_problems(file, ids, vocab_size)
+    if not stop_ids:
+        problems.append(
+            f"{path}: neither config.json nor generation_config.json has an eos_token_id; give the "
+            "token that ends a turn"
+        )
+    return problems + _template_problems(path)
+
+
+def _read_tokenizer(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """(content of tokenizer.json, what is wrong with the file)."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return {}, [f"{file}: missing; copy the tokenizer of the checkpoint there"]
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return {}, [f"{file}: not valid JSON ({error}); copy it again"]
+    return content, []
+
+
+def _vocabulary_problems(file: Path, ids: Mapping[str, int], vocab_size: int | None) -> list[str]:
+    if vocab_size is None or not ids or (beyond := max(ids.values())) < vocab_size:
+        return []
+    return [
+        f"{file}: has token id {beyond}, and config.json a vocab_size of {vocab_size}; "
+        "they belong to different models"
+    ]
 
 
 def _template_problems(path: Path) -> list[str]:
@@ -95,61 +129,6 @@ def weight_problems(path: Path, num_parameters: int, *, allow_mxfp8: bool = Fals
             "are missing"
         )
     return problems
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of the checkpoint at `path`.
-
-    Raises:
-        ValueError: there are none, or the index is broken.
-    """
-    index = path / "model.safetensors.index.json"
-    single = path / "model.safetensors"
-    if single.is_file():
-        return [single]
-    if not index.is_file() and (path / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{path}: holds adapters, not weights; `m3rl merge {path} OUT` merges them into their "
-            "base: then name OUT"
-        )
-    if not index.is_file():
-        raise ValueError(
-            f"{path}: neither model.safetensors nor model.safetensors.index.json; copy the weights "
-            "there, or make some with `m3rl sft CONFIG sft.init=random`"
-        )
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (json.JSONDecodeError, KeyError) as error:
-        raise ValueError(f"{index}: not a safetensors index ({error}); copy it again") from None
-    return [path / name for name in sorted(names)]
-
-
-def read_header(file: Path) -> dict[str, Any]:
-    """Entries of a safetensors header by tensor name.
-
-    Raises:
-        ValueError: the file is missing, no safetensors file, or shorter than its header says.
-    """
-    if not file.is_file():
-        raise ValueError(f"{file}: missing; the index names it, copy it again")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if 8 + length > size:
-            raise ValueError(f"{file}: cut inside its header ({size:,} bytes); copy it again")
-        try:
-            header: dict[str, Any] = json.loads(stream.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise ValueError(f"{file}: not a safetensors file; copy it again") from None
-    header.pop("__metadata__", None)
-    needed = 8 + length + max((e["data_offsets"][1] for e in header.values()), default=0)
-    if size != needed:
-        raise ValueError(
-            f"{file}: has {size:,} bytes where its header says {needed:,}; "
-            "it is truncated or damaged, copy it again"
-        )
-    return header
 
 
 def _is_text(name: str) -> bool:

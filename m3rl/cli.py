@@ -158,6 +158,7 @@ def _run(arguments: argparse.Namespace) -> int:
         config,
         required=["tokenizer"] if starts_random else ["tokenizer", "weights"],
         allow_mxfp8=arguments.command in ("rollout", "eval"),
+        generates=arguments.command != "sft",
     )
     for notice in plan.notices:
         logger.warning("%s", notice)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from inference.config import ModelConfig
 from inference.models.name_map import published_tensors
-from m3rl.checkpoint_files import READABLE_DTYPES, read_header, weight_files
 from m3rl.errors import M3rlError
 from m3rl.types import TensorSlot
+from m3rl.weight_files import READABLE_DTYPES, read_header, weight_files
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Tied embeddings are stored under both names by some: the first counts."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -31,10 +34,14 @@ def read_model_config(path: Path) -> dict[str, Any]:
         ModelLayoutError: it is missing or no JSON object.
     """
     file = path / "config.json"
+    if not file.is_file():
+        raise ModelLayoutError(f"{file}: missing; model.path names a checkpoint folder")
+    return _read_object(file)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelLayoutError(f"{file}: missing; model.path names a checkpoint folder") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelLayoutError(f"{file}: not valid JSON ({error})") from None
     if not isinstance(content, dict):
@@ -49,6 +56,36 @@ def is_m3(path: Path) -> bool:
         ModelLayoutError: see `read_model_config`.
     """
     return str(read_model_config(path).get("model_type", "")).startswith("minimax_m3")
+
+
+def stop_ids(path: Path) -> tuple[int, ...]:
+    """Tokens that end a completion: eos_token_id of config.json and generation_config.json.
+
+    Raises:
+        ModelLayoutError: see `read_model_config`.
+    """
+    found = [read_model_config(path).get("eos_token_id")]
+    generation = path / "generation_config.json"
+    if generation.is_file():
+        found.append(_read_object(generation).get("eos_token_id"))
+    ids = [one if isinstance(one, list) else [one] for one in found if one is not None]
+    return tuple(dict.fromkeys(int(token) for each in ids for token in each))
+
+
+def max_positions(path: Path) -> int:
+    """Tokens of the longest sequence that the model has positions for.
+
+    Raises:
+        ModelLayoutError: config.json does not say.
+    """
+    if is_m3(path):
+        return ModelConfig.from_pretrained(path).max_position_embeddings
+    positions = read_model_config(path).get("max_position_embeddings")
+    if not isinstance(positions, int) or isinstance(positions, bool) or positions < 1:
+        raise ModelLayoutError(
+            f"{path / 'config.json'}: max_position_embeddings is {positions!r}, no number of tokens"
+        )
+    return positions
 
 
 def whole_layout(path: Path, dtype: str) -> list[TensorSlot]:
@@ -81,7 +118,14 @@ def whole_layout(path: Path, dtype: str) -> list[TensorSlot]:
             if name in found:
                 raise ModelLayoutError(f"{file}: {name} is in another file, too")
             found[name] = tuple(entry["shape"])
-    return [_slot(name, dtype, found[name], _bucket(name)) for name in sorted(found, key=_order)]
+    if read_model_config(path).get("tie_word_embeddings") is True and EMBEDDING in found:
+        found.pop(HEAD, None)
+    return layout_of(found, dtype)
+
+
+def layout_of(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> list[TensorSlot]:
+    """Tensors of a checkpoint that is no M3 as whole slots, in the order of the forward pass."""
+    return [_slot(name, dtype, shapes[name], _bucket(name)) for name in sorted(shapes, key=_order)]
 
 
 def _slot(name: str, dtype: str, shape: tuple[int, ...], bucket: str) -> TensorSlot:

@@ -8,7 +8,7 @@ import numpy as np
 
 from m3rl.grpo.mismatch import mismatch_metrics
 from m3rl.grpo.replay import ChoiceStats
-from m3rl.policy import Policy
+from m3rl.policy_packed import PackedPolicy
 from m3rl.rank_group import RankGroup
 from m3rl.rank_settings import RankSettings
 from m3rl.types import TrainBatch
@@ -24,15 +24,13 @@ class Observed:
     stats: ChoiceStats
 
     @classmethod
-    def nothing(cls, batch: TrainBatch, rows: np.ndarray, policy: Policy) -> Observed:
+    def nothing(cls, batch: TrainBatch, rows: np.ndarray, policy: PackedPolicy) -> Observed:
         """Nothing yet of `rows`."""
-        config = policy.config
-        device = next(policy.parameters()).device
-        stats = ChoiceStats.zeros(len(config.moe_layers), config.num_local_experts, device)
+        stats = policy.new_stats(next(policy.parameters()).device)
         return cls(rows, np.zeros(batch.ids_BS.shape, np.float32), stats)
 
     def metrics(
-        self, batch: TrainBatch, policy: Policy, group: RankGroup, settings: RankSettings
+        self, batch: TrainBatch, policy: PackedPolicy, group: RankGroup, settings: RankSettings
     ) -> dict[str, float]:
         """`mismatch/*` and `m3/*`, over all ranks, which call it together."""
         mask_RS = batch.loss_mask_BS[self.rows]
@@ -47,5 +45,5 @@ class Observed:
             | stats.metrics(
                 replays_experts=settings.replay_routing, replays_blocks=settings.replay_blocks
             )
-            | {"m3/correction_bias_abs_max": policy.correction_bias_abs_max()}
+            | policy.state_metrics()
         )

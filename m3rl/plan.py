@@ -5,10 +5,7 @@ Reads JSON files and safetensors headers only: it imports neither ray, torch nor
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 import json
-import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +20,12 @@ from inference.memory import (
 )
 from inference.parallel.config import ParallelConfig
 from m3rl.checkpoint_files import tokenizer_problems, weight_problems
-from m3rl.config import Config, ConfigError, DatasetConfig
+from m3rl.config import Config, ConfigError
 from m3rl.config_checks import idle_keys
 from m3rl.config_policy import lora_settings
-from m3rl.data import iterate_items
+from m3rl.model_layout import ModelLayoutError, is_m3
+from m3rl.plan_any import AnyPlan, make_any_plan
+from m3rl.plan_files import dataset_problems, is_here, missing_reward, run_dir_problems
 from m3rl.plan_fit import micro_batches, remedies
 from m3rl.plan_lora import plan_rank
 from m3rl.plan_time import Demand
@@ -39,8 +38,6 @@ __all__ = ["MODEL_PARTS", "ModelPart", "Plan", "make_plan", "size_text"]
 
 ModelPart = Literal["tokenizer", "weights"]
 MODEL_PARTS: tuple[ModelPart, ...] = ("tokenizer", "weights")
-CHECKED_ITEMS = 100
-"""Items of each dataset that are looked at; the whole of it is checked when a run starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,8 @@ def make_plan(
     required: Collection[ModelPart] = MODEL_PARTS,
     allow_mxfp8: bool = False,
     is_launch: bool = True,
-) -> Plan:
+    generates: bool = True,
+) -> Plan | AnyPlan:
     """Check the files that `config` names and add up what a run needs.
 
     Args:
@@ -87,11 +85,21 @@ def make_plan(
             be, beside them.
         is_launch: whether it is to run here and now; if not, files that are not here are listed in
             `Plan.needed`, and those that are here must still be right.
+        generates: whether replicas are started for it.
 
     Raises:
         ConfigError: one line for each thing that cannot work.
     """
     path = config.find(config.model.path)
+    if _is_other(path):
+        return make_any_plan(
+            config,
+            path,
+            required,
+            notices=_notices(config),
+            is_launch=is_launch,
+            generates=generates,
+        )
     allow_mxfp8 = allow_mxfp8 or config.policy.lora is not None
     problems: list[str] = []
     notices: list[str] = []
@@ -108,19 +116,27 @@ def make_plan(
         found["weights"] = weight_problems(path, model.num_parameters, allow_mxfp8=allow_mxfp8)
         sizes = _sizes(config, model, problems)
     for part, faults in found.items():
-        is_elsewhere = not is_launch and not _is_here(path, part)
+        is_elsewhere = not is_launch and not is_here(path, part)
         where = needed if is_elsewhere else problems if part in required else notices
         where += faults
-    for fault, is_missing in _dataset_problems(config):
+    for fault, is_missing in dataset_problems(config):
         (needed if is_missing and not is_launch else problems).append(fault)
-    problems += _run_dir_problems(config)
+    problems += run_dir_problems(config)
     if problems or sizes is None:
         raise ConfigError("\n".join(problems))
-    needed += [] if is_launch else _missing_reward(config)
+    needed += [] if is_launch else missing_reward(config)
     plan = _plan_of(config, sizes, (*notices, *_notices(config)), tuple(needed))
     if hurry := _too_short_a_timeout(config, plan.projection.seconds):
         raise ConfigError(hurry)
     return plan
+
+
+def _is_other(path: Path) -> bool:
+    """Whether the model is none of M3's; one without a config.json is told of as M3's are."""
+    try:
+        return not is_m3(path)
+    except ModelLayoutError:
+        return False
 
 
 class _Sizes(NamedTuple):
@@ -184,23 +200,6 @@ def _too_short_a_timeout(config: Config, seconds: float) -> str | None:
         f"weight_sync.timeout_s: {timeout_s:g} ({config.origin('weight_sync.timeout_s')}) is less "
         f"than a sync takes at the speed of the links, {seconds:.2f} s; raise it well above that"
     )
-
-
-def _is_here(path: Path, part: str) -> bool:
-    files = {
-        "tokenizer": ("tokenizer.json",),
-        "weights": ("model.safetensors", "model.safetensors.index.json"),
-    }
-    return any((path / name).is_file() for name in files[part])
-
-
-def _missing_reward(config: Config) -> list[str]:
-    """A module of the user's that cannot be imported here; it is looked for, not imported."""
-    target = config.reward.target
-    package = "" if target is None else target.partition(":")[0].partition(".")[0]
-    if not package or importlib.util.find_spec(package) is not None:
-        return []
-    return [f"reward.target: no module {package!r} here; put it on the path of Python (PYTHONPATH)"]
 
 
 def _engine_config(config: Config) -> model_config.EngineConfig:
@@ -281,31 +280,6 @@ def _length_problems(config: Config, model: model_config.ModelConfig) -> list[st
         f"{model.max_position_embeddings}, {engine.num_pages} pages of {model.index_block_size} "
         f"tokens); shorten them, or set rollout.backend.engine.num_pages to {pages} or more"
     ]
-
-
-def _run_dir_problems(config: Config) -> list[str]:
-    """The nearest folder that is there already must be one that can be written to."""
-    path = Path(config.run.dir).absolute()
-    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
-    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
-        return []
-    fault = "cannot be written to" if nearest.is_dir() else "is not a directory"
-    return [f"run.dir: {nearest} {fault} ({config.origin('run.dir')}); choose another run.dir"]
-
-
-def _dataset_problems(config: Config) -> Iterator[tuple[str, bool]]:
-    """What is wrong with each dataset, and whether it is a file that is missing."""
-    datasets: tuple[tuple[str, DatasetConfig | None], ...]
-    datasets = ("data.train", config.data.train), ("data.eval", config.data.eval)
-    for key, dataset in datasets:
-        if dataset is None:
-            continue
-        try:
-            if not list(itertools.islice(iterate_items(config, dataset, key), CHECKED_ITEMS)):
-                yield f"{key}: the dataset is empty", False
-        except ConfigError as error:
-            file = dataset.path if dataset.kind == "file" else None
-            yield str(error), file is not None and not config.find(file).exists()
 
 
 def _notices(config: Config) -> list[str]:

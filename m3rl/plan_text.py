@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from m3rl.config import ConfigError
 from m3rl.plan import Plan, size_text
+from m3rl.plan_any import AnyPlan
+from m3rl.plan_any_text import describe_any
 from m3rl.plan_fit import split
 from m3rl.plan_time import StepTime, active_parameters, measured_rates, step_time
 from m3rl.plan_trainer import TrainerSetting
@@ -16,8 +19,12 @@ H200_BYTES = 139 << 30
 """Memory of one H200 that a process can have; the GPU table plans for it unless it is told more."""
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: Plan | AnyPlan) -> str:
     """The plan as a few tables, and what a launch needs besides."""
+    return describe_any(plan) if isinstance(plan, AnyPlan) else _describe_m3(plan)
+
+
+def _describe_m3(plan: Plan) -> str:
     capacity = plan.num_pages * plan.page_size
     fits = (
         "all of a step fits at once"
@@ -45,8 +52,17 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def gpu_table(plan: Plan, sizes: Sequence[int]) -> tuple[str, bool]:
-    """One row for each number of GPUs, and whether any of them works (`plan_fit.split`)."""
+def gpu_table(plan: Plan | AnyPlan, sizes: Sequence[int]) -> tuple[str, bool]:
+    """One row for each number of GPUs, and whether any of them works (`plan_fit.split`).
+
+    Raises:
+        ConfigError: the model is no M3.
+    """
+    if isinstance(plan, AnyPlan):
+        raise ConfigError(
+            f"--gpus: plans MiniMax-M3 alone, and the model is of type {plan.model_type}; leave "
+            "--gpus out"
+        )
     gpu_bytes = H200_BYTES if plan.replica.gpu_bytes is None else plan.replica.gpu_bytes
     rows, works = [], False
     for size in sizes:
@@ -72,7 +88,7 @@ def gpu_table(plan: Plan, sizes: Sequence[int]) -> tuple[str, bool]:
     return table(header, rows, right=(0, 1, 2, 4)), works
 
 
-def launch_needs(plan: Plan) -> list[str]:
+def launch_needs(plan: Plan | AnyPlan) -> list[str]:
     """What a launch needs and is not here."""
     return list(plan.needed)
 

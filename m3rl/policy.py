@@ -9,12 +9,10 @@ experts and blocks.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +21,19 @@ from torch.utils.checkpoint import checkpoint
 
 from inference.config import ModelConfig
 from inference.kernels.packing import Packing
-from m3rl.grpo.logprob import greedy_hits, token_logprobs
-from m3rl.grpo.micro import token_ranges
-from m3rl.grpo.replay import ChoiceObserver, Record
+from m3rl.grpo.replay import ChoiceObserver, ChoiceStats, Record, record_of
 from m3rl.index_alignment import IndexLoss
-from m3rl.parallel.exchange import gather_rows
 from m3rl.parallel.mesh import RankMesh
 from m3rl.policy_layers import ForwardPass, cos_sin
-from m3rl.policy_weights import PolicyWeights
+from m3rl.policy_m3 import M3Architecture
+from m3rl.policy_packed import NO_RECORD, RUNS_MODEL, PackedPolicy
 
-NO_RECORD = Record()
-Forward = Callable[..., tuple[Tensor, Tensor]]
-"""`Policy.forward`, or that of weights that are not trained."""
+if TYPE_CHECKING:
+    from m3rl.grpo.micro import MicroBatch
+    from m3rl.types import TrainBatch
 
 
-class Policy(PolicyWeights):
+class Policy(PackedPolicy):
     """A MiniMax-M3 language model, trained in place, exported and hashed by published name.
 
     The index branch is frozen, unless `trains_index`: it only chooses blocks, and a choice has no
@@ -69,9 +65,9 @@ class Policy(PolicyWeights):
             raise ValueError(
                 f"swiglu_beta={config.swiglu_beta} cannot be trained: transformers knows only 1.0"
             )
-        super().__init__(
-            config, dtype, mesh, runs_model=("greedy_hits",), trains_index=trains_index
-        )
+        architecture = M3Architecture(config, trains_index=trains_index)
+        super().__init__(architecture, dtype, mesh, runs_model=RUNS_MODEL)
+        self.config = config
         self.replay_routing = replay_routing
         self.replay_blocks = replay_blocks
         self.activation_checkpointing = activation_checkpointing
@@ -109,13 +105,7 @@ class Policy(PolicyWeights):
             ValueError: ids of another number than `packing` has tokens; a sample beyond
                 `max_position_embeddings`.
         """
-        if ids_T.shape != (packing.num_tokens,):
-            raise ValueError(f"ids of shape {tuple(ids_T.shape)} for {packing.num_tokens} tokens")
-        if max(packing.lengths) > self.config.max_position_embeddings:
-            raise ValueError(
-                f"a sample of {max(packing.lengths)} tokens exceeds max_position_embeddings="
-                f"{self.config.max_position_embeddings}"
-            )
+        self._require_fitting(ids_T, packing, self.config.max_position_embeddings)
         model = self.model.model
         queries = slice(packing.first, packing.first + packing.num_queries)
         run = ForwardPass(
@@ -160,80 +150,26 @@ class Policy(PolicyWeights):
         result = functional_call(module, rounded, args)
         return result
 
-    def forward(
-        self,
-        ids_T: Tensor,
-        packing: Packing,
-        targets_M: Tensor,
-        *,
-        temperature: float,
-        record: Record = NO_RECORD,
-        stats: ChoiceObserver | None = None,
-        index_loss: IndexLoss | None = None,
-        entropy_grad: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probability of tokens given those before them in their sample, and the entropy there.
+    def record_of(self, batch: TrainBatch, micro: MicroBatch) -> Record:
+        return record_of(batch, micro, self.config)
 
-        Args:
-            targets_M: [M] int64, ascending places of the tokens among all T; none begins a sample.
-            index_loss: its gradients join those of a backward pass from what is returned.
-            entropy_grad: the entropy has a gradient too.
+    def new_stats(self, device: torch.device) -> ChoiceStats:
+        return ChoiceStats.zeros(len(self.config.moe_layers), self.config.num_local_experts, device)
 
-        Returns:
-            (logprobs_M, entropy_M), see `token_logprobs`. Ranks that share the packed row all have
-            all of it: the loss is what they compute from it, summed.
-        """
-        own_M, counts = self._own_targets(packing, targets_M)
-        hidden_QC = self.hidden_states(
-            ids_T, packing, record=record, stats=stats, index_loss=index_loss
-        )
-        logprobs_M, entropy_M = self.model.lm_head(
-            partial(token_logprobs, temperature=temperature, entropy_grad=entropy_grad),
-            hidden_QC.index_select(0, own_M - 1 - packing.first),
-            ids_T.index_select(0, own_M),
-        )
-        return self._of_sharers(logprobs_M, counts), self._of_sharers(entropy_M, counts)
+    def state_metrics(self) -> dict[str, float]:
+        """The largest absolute value in any layer's router correction bias."""
+        biases = [
+            float(buffer.abs().max())
+            for name, buffer in self.named_buffers()
+            if name.endswith("e_score_correction_bias")
+        ]
+        return {"m3/correction_bias_abs_max": max(biases, default=0.0)}
 
-    def _own_targets(self, packing: Packing, targets_M: Tensor) -> tuple[Tensor, list[int]]:
-        """Those that follow a query of this rank, and how many each rank that shares the packed row
-        has."""
-        if self.mesh is None or self.mesh.sharers is None:
-            return targets_M, [len(targets_M)]
-        ends = [first + count for first, count in token_ranges(packing.num_tokens, self.mesh.cp)]
-        edges = targets_M.new_tensor([0, *ends])
-        places = torch.searchsorted(targets_M, edges, right=True).tolist()
-        counts = [stop - start for start, stop in pairwise(places)]
-        return targets_M[places[self.mesh.place] : places[self.mesh.place + 1]], counts
-
-    def _of_sharers(self, own: Tensor, counts: list[int]) -> Tensor:
-        """Values of this rank's targets to those of all."""
-        if self.mesh is None or self.mesh.sharers is None:
-            return own
-        return gather_rows(own, counts, self.mesh.sharers)
-
-    @torch.no_grad()
-    def greedy_hits(self, ids_T: Tensor, packing: Packing, targets_M: Tensor) -> Tensor:
-        """[M] bool: whether greedy decoding would choose each of the tokens at `targets_M`."""
-        own_M, counts = self._own_targets(packing, targets_M)
-        hidden_QC = self.hidden_states(ids_T, packing)
-        hits_M: Tensor = self.model.lm_head(
-            greedy_hits, hidden_QC[own_M - 1 - packing.first], ids_T[own_M]
-        )
-        return self._of_sharers(hits_M.byte(), counts).bool()
-
-    @torch.no_grad()
-    def frozen_copy(self) -> Forward:
-        """The forward pass with the present weights, which are never trained there."""
-        if self.mesh is None:
-            return copy.deepcopy(self).requires_grad_(False)
-        twin = Policy(
+    def _twin(self) -> Policy:
+        return Policy(
             self.config,
             dtype=self.dtype_name,
             replay_routing=self.replay_routing,
             replay_blocks=self.replay_blocks,
             mesh=self.mesh,
         )
-        mine = dict(self.named_buffers()) | self._masters()
-        for name, tensor in (dict(twin.named_buffers()) | twin._masters()).items():
-            tensor.copy_(mine[name])
-        return twin.requires_grad_(False)

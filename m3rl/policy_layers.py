@@ -113,19 +113,10 @@ def install(module: nn.Module) -> None:
             part.forward = MethodType(forward, part)
 
 
-def install_head(head: Any) -> None:
-    head.forward = MethodType(read_head, head)
-
-
 def cos_sin(rotary: Any, positions_T: Tensor) -> Tensor:
     """[T, X] FP32: cosines and sines of the angles of `rotary`, transformers' module."""
     angles_TX = positions_T[:, None] * rotary.inv_freq.to(torch.float32)
     return torch.cat([angles_TX.cos(), angles_TX.sin()], -1) * rotary.attention_scaling
-
-
-def read_head(self: Any, read: Any, hidden_MC: Tensor, ids_M: Tensor) -> Any:
-    """`read(hidden_MC, the head, ids_M)`, which computes with the head's wire values."""
-    return read(hidden_MC, self.weight, ids_M)
 
 
 def decoder_layer(self: Any, x_TC: Tensor, layer: int, run: ForwardPass) -> Tensor:

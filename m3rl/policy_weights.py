@@ -12,22 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig
 
-from inference.config import ModelConfig
 from inference.kernels.tensor_hash import combine, tensor_hash, unit_of
 from inference.models.weights import CheckpointError as RuntimeCheckpointError
-from inference.models.weights import (
-    published_tensors,
-    read_checkpoint,
-    transformers_placement,
-    write_checkpoint,
-)
+from inference.models.weights import write_checkpoint
+from m3rl.architecture import Architecture, InitialScales
 from m3rl.checkpoint import CheckpointError
 from m3rl.parallel.mesh import RankMesh
 from m3rl.parallel.save import save_together
 from m3rl.parallel.shards import Shards
-from m3rl.policy_layers import ATTENTION, install, install_head
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.layout import Bounds, starts, whole
 
@@ -40,32 +33,31 @@ class PolicyWeights(nn.Module):
     """transformers' model in `self.model`, NaN until `load` or `init_random`.
 
     Args:
+        architecture: what the model is.
         dtype: of `DTYPES`: what the wire carries.
         mesh: the ranks that share the model; all call what says so at the same time. None: all of
             it is here, on the CPU at first.
         runs_model: methods, besides `forward`, that compute with the model.
-        trains_index: the index branch is trained too.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        architecture: Architecture,
         dtype: str,
         mesh: RankMesh | None,
         runs_model: tuple[str, ...],
-        trains_index: bool,
     ) -> None:
         super().__init__()
         if dtype not in DTYPES:
             raise ValueError(f"policy.dtype={dtype!r} is unknown; use one of {list(DTYPES)}")
-        self.config = config
+        self.architecture = architecture
         self.dtype_name = dtype
         self.dtype = DTYPES[dtype]
-        self._trains_index = trains_index
         self._master_dtype = torch.promote_types(self.dtype, torch.float32)
         self.mesh = mesh
-        self._specs = {spec.name: spec for spec in published_tensors(config)}
-        self._placement = transformers_placement(config)
+        self._specs = architecture.specs
+        self._placement = architecture.placement
+        self._published = {place.param for place in self._placement.values()}
         self._fp32 = {self._placement[s.name].param for s in self._specs.values() if s.is_fp32}
         self._shards: Shards | None = None
         self.model: Any
@@ -74,7 +66,8 @@ class PolicyWeights(nn.Module):
         else:
             self._shards = self._new_shards(mesh)
             self.model = self._shards.build(self._build)
-            self._shards.shard(self, self.dtype, methods=runs_model)
+            units = architecture.units(self.model)
+            self._shards.shard(self, units, self.dtype, methods=runs_model)
         with torch.no_grad():
             for tensor in self._masters().values():
                 tensor.fill_(torch.nan)
@@ -83,30 +76,18 @@ class PolicyWeights(nn.Module):
         return Shards(self._whole(), self._placement, mesh)
 
     def _build(self) -> Any:
-        with torch.random.fork_rng():
-            model = _transformers_model(self.config).to(self._master_dtype)
-        frozen = {
-            self._placement[name].param
-            for name, s in self._specs.items()
-            if s.role == "index" and not self._trains_index
-        }
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name not in frozen)
-        install(model)
-        install_head(model.lm_head)
-        return model
+        return self.architecture.build(self._master_dtype, self.dtype)
 
     @torch.no_grad()
     def load(self, path: str | Path) -> None:
         """Read all weights from a published checkpoint into the FP32 masters.
 
         Raises:
-            CheckpointError: see `inference.models.weights.read_checkpoint`; or a weight is not
-                finite.
+            CheckpointError: see `Architecture.read`; or a weight is not finite.
         """
         only = None if self._shards is None else self._shards.read_names
         try:
-            for name, tensor in read_checkpoint(path, self.config, only=only):
+            for name, tensor in self.architecture.read(path, only):
                 if not torch.isfinite(tensor).all():
                     raise CheckpointError(f"{path}: {name} holds values that are not finite")
                 if self._shards is not None:
@@ -151,23 +132,23 @@ class PolicyWeights(nn.Module):
 
     @torch.no_grad()
     def init_random(self, seed: int, *, std: float, embedding_std: float, bias_std: float) -> None:
-        """Fresh weights, a function of `seed`: normal, norms 0 (they act as 1 + w).
+        """Fresh weights, a function of `seed`: normal; norms so that they scale by 1.
 
         Args:
             std: of all matrices but the embedding.
             bias_std: of the router's correction bias.
         """
         generator = torch.Generator().manual_seed(seed)
+        initial = self.architecture.initial(InitialScales(std, embedding_std, bias_std))
         for name, tensor in self._masters().items():
             shape = tensor.shape if self._shards is None else self._shards.shape(name)
-            scale = std
-            if "norm" in name:
-                scale = 0.0
-            elif "embed_tokens" in name:
-                scale = embedding_std
-            elif "e_score_correction_bias" in name:
-                scale = bias_std
-            fresh = torch.randn(shape, generator=generator) * scale if scale else torch.zeros(shape)
+            scale = initial[name]
+            if isinstance(scale, Tensor):
+                fresh = scale
+            elif scale:
+                fresh = torch.randn(shape, generator=generator) * scale
+            else:
+                fresh = torch.zeros(shape)
             if self._shards is None:
                 tensor.copy_(fresh)
             else:
@@ -186,8 +167,8 @@ class PolicyWeights(nn.Module):
         memory."""
         if self._shards is not None:
             return self._shards.memory
-        masters: dict[str, Tensor] = self.model.state_dict()
-        return masters
+        state: dict[str, Tensor] = self.model.state_dict()
+        return {name: tensor for name, tensor in state.items() if name in self._published}
 
     def layout(self) -> list[TensorSlot]:
         """What this rank holds of every published tensor, with the dtype it has on the wire; ranks
@@ -268,15 +249,6 @@ class PolicyWeights(nn.Module):
         changed, total = counts if self.mesh is None else self.mesh.sum(counts)
         return int(changed) / int(total)
 
-    def correction_bias_abs_max(self) -> float:
-        """Largest absolute value in any layer's router correction bias."""
-        biases = [
-            float(buffer.abs().max())
-            for name, buffer in self.named_buffers()
-            if name.endswith("e_score_correction_bias")
-        ]
-        return max(biases, default=0.0)
-
     @torch.no_grad()
     def master_hash(self) -> str:
         """64 bits over the bits of all FP32 masters and the correction bias, as 16 hex digits; all
@@ -287,14 +259,6 @@ class PolicyWeights(nn.Module):
         if self._shards is not None:
             return f"{self._shards.hash():016x}"
         return f"{combine(_hash(name, self._master(name)) for name in self._specs):016x}"
-
-
-def _transformers_model(config: ModelConfig) -> Any:
-    # transformers never trains the embedding of its pad token, which is often the end token; and
-    # packed samples need none.
-    text_config = MiniMaxM3VLTextConfig(**config.to_transformers() | {"pad_token_id": None})
-    text_config._attn_implementation = ATTENTION
-    return MiniMaxM3VLForCausalLM(text_config)
 
 
 def _hash(name: str, tensor: Tensor) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from inference.config import ModelConfig
 from m3rl import checkpoint
 from m3rl.assemble import rank_settings
 from m3rl.config import Config, ConfigError
@@ -20,6 +19,7 @@ from m3rl.errors import M3rlError
 from m3rl.jobs import measure
 from m3rl.launch import TrainerRanks
 from m3rl.metrics import MetricsWriter, Progress
+from m3rl.model_layout import is_m3, max_positions
 from m3rl.rollout.chat import ChatFormat
 from m3rl.rollout.placement import ray_cluster
 from m3rl.run_dir import RunDirectory, check_same_model
@@ -44,24 +44,33 @@ def sft(config: Config) -> int:
                 "directory of its own"
             )
         with ExitStack() as stack:
-            _train(config, run, output, stack)
-        if config.data.eval is not None:
+            accuracy = _train(config, run, output, stack)
+        if config.data.eval is not None and _can_generate(config):
             accuracy = next(v for k, v in measure(config, output).items() if k.endswith("accuracy"))
+        if accuracy is not None:
             print(f"held-out accuracy {100 * accuracy:.1f} %; model: {output}")
         else:
             print(f"model: {output}")
     return 0
 
 
-def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> None:
+def _can_generate(config: Config) -> bool:
+    """Whether the configured replicas know the model; the bundled runtime knows M3 alone."""
+    return config.rollout.backend.kind != "m3" or is_m3(config.find(config.model.path))
+
+
+def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> float | None:
+    """The trained model's share of held-out answers that greedy decoding gives, as the trainer sees
+    it; None: no one asked."""
     chat = ChatFormat.load(config.find(config.model.path))
     data = load_data(config, chat)
     _check_lengths(config, chat, data)
     stream = PromptStream(data.train, seed=config.sft.seed, shuffle=config.data.shuffle)
     held_out = None
-    if config.sft.target_accuracy is not None:
-        if data.eval is None:
-            raise ConfigError("sft.target_accuracy needs held-out prompts; add data.eval")
+    if config.sft.target_accuracy is not None and data.eval is None:
+        raise ConfigError("sft.target_accuracy needs held-out prompts; add data.eval")
+    measures = config.sft.target_accuracy is not None
+    if data.eval is not None and (measures or not _can_generate(config)):
         prompts = data.eval.first(config.eval.num_prompts)
         held_out = pad([answered(chat, prompt) for prompt in prompts])
     stack.enter_context(ray_cluster(config.train.num_ranks))
@@ -92,9 +101,9 @@ def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> 
                 record["weights_hash"] = ranks.all("master_hash")[0]
             skipped += record["optim/update_skipped"]
             record["optim/skipped_updates"] = skipped
-            if held_out is not None and step % config.sft.eval_every == 0:
+            if measures and step % config.sft.eval_every == 0:
                 with watch("time/validate"):
-                    record["sft/greedy_accuracy"] = ranks.all("greedy_accuracy", *held_out)[0]
+                    record["sft/greedy_accuracy"] = _greedy_accuracy(ranks, held_out)
                 is_done = _reached_target(config, record)
             every = config.checkpoint.every
             if (every and step % every == 0) or step == config.sft.steps or is_done:
@@ -113,9 +122,15 @@ def _train(config: Config, run: RunDirectory, output: str, stack: ExitStack) -> 
             _check_skipped(config, skipped)
         ranks.all("save_model", output, "float32")
         exit_code = 0
+        return None if held_out is None else _greedy_accuracy(ranks, held_out)
     finally:
         progress.close()
         writer.finish(exit_code)
+
+
+def _greedy_accuracy(ranks: TrainerRanks, held_out: Any) -> float:
+    accuracy: float = ranks.all("greedy_accuracy", *held_out)[0]
+    return accuracy
 
 
 def _check_skipped(config: Config, skipped: float) -> None:
@@ -162,7 +177,7 @@ def _restore(
 def _check_lengths(config: Config, chat: ChatFormat, data: Data) -> None:
     """Every row must be one that a rank can compute, before a rank starts."""
     micro = config.policy.micro_batch_tokens
-    model = ModelConfig.from_pretrained(config.find(config.model.path)).max_position_embeddings
+    model = max_positions(config.find(config.model.path))
     sets = {"data.train": (data.train, len(data.train))}
     if data.eval is not None and config.sft.target_accuracy is not None:
         sets["data.eval"] = data.eval, min(config.eval.num_prompts, len(data.eval))

@@ -26,13 +26,14 @@ from m3rl.grpo.loss import (
     over_steps,
 )
 from m3rl.grpo.micro import MicroBatch
-from m3rl.grpo.replay import ChoiceStats, record_of
+from m3rl.grpo.replay import ChoiceStats
 from m3rl.index_alignment import IndexLoss
-from m3rl.lora.policy import policy_of
 from m3rl.observed import Observed
 from m3rl.optimizer import Optimizer
 from m3rl.parallel.save import shared_model_directory
-from m3rl.policy import Forward, Policy
+from m3rl.policy import Policy
+from m3rl.policy_any import policy_of
+from m3rl.policy_packed import Forward, PackedPolicy
 from m3rl.rank_group import RankGroup, deterministic
 from m3rl.rank_settings import RankSettings
 from m3rl.rank_state import load_rank_state, require_all_ranks, save_rank_state
@@ -94,7 +95,7 @@ class TrainRank:
             ),
         )
 
-    def _begin(self, path: Path, fill: Callable[[Policy], None]) -> int:
+    def _begin(self, path: Path, fill: Callable[[PackedPolicy], None]) -> int:
         settings = self.settings
         self._model_path = path
         # Read now: if it is a checkpoint of this run, it will be deleted.
@@ -106,6 +107,7 @@ class TrainRank:
         self._optimizer = Optimizer(self.policy, settings.optimizer, self._group)
         self._drift = None
         if settings.index_drift_every > 0:
+            assert isinstance(self.policy, Policy), "others have no index branch"
             self._drift = BlockDrift(
                 settings.index_drift_every, self.policy, self._group, self._micro_batches
             )
@@ -390,7 +392,7 @@ class TrainRank:
             micro.packing,
             micro.targets_M,
             temperature=batch.temperature,
-            record=record_of(batch, micro, self.policy.config),
+            record=self.policy.record_of(batch, micro),
             stats=stats if len(micro.rows) else None,
             index_loss=index_loss,
             entropy_grad=self.settings.loss.entropy_coef > 0,

@@ -45,6 +45,7 @@ __all__ = [
     "own_copy",
     "published_tensors",
     "read_checkpoint",
+    "read_plain",
     "refuse_weights",
     "runtime_placement",
     "shard_name",
@@ -153,6 +154,50 @@ def _read(plan: Sequence[PublishedTensor]) -> Iterator[tuple[str, Tensor | MXFP8
                 f"{MAX_SCALE} means NaN (255) or weights too large to serve"
             )
         yield name, MXFP8Tensor(tensor, scale)
+
+
+def read_plain(
+    path: str | Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    ignored: Container[str] = (),
+    only: Container[str] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a checkpoint of any architecture, in the order of `shapes`, dtypes as stored.
+
+    Args:
+        shapes: of every tensor that it must hold, by name.
+        ignored: names that it may hold besides.
+        only: names that are wanted; None: all. All are checked.
+
+    Raises:
+        CheckpointError: an unknown or missing name, a wrong shape, another dtype than F32, BF16 or
+            F16, a truncated file; names the file and the tensor.
+    """
+    folder = Path(path)
+    stored = list_tensors(folder)
+    if missing := [name for name in shapes if name not in stored]:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of the {len(shapes)} tensors of its config.json, "
+            f"the first is {missing[0]}"
+        )
+    for name, tensor in stored.items():
+        if name not in shapes and name not in ignored:
+            raise CheckpointError(
+                f"{tensor.file}: {name} is no tensor of the model that transformers makes of "
+                "config.json"
+            )
+        if name in shapes and tensor.shape != shapes[name]:
+            raise CheckpointError(
+                f"{tensor.file}: {name} has shape {list(tensor.shape)}, config.json asks for "
+                f"{list(shapes[name])}"
+            )
+        if name in shapes and tensor.dtype not in ("F32", "BF16", "F16"):
+            raise CheckpointError(
+                f"{tensor.file}: {name} is stored as {tensor.dtype}; only F32, BF16 and F16 are "
+                "read, so give the unquantised checkpoint"
+            )
+    return read_tensors([(n, stored[n]) for n in shapes if only is None or n in only])
 
 
 def _text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -28,25 +28,10 @@ from m3rl.lora.frozen import (
 from m3rl.lora.settings import LoraSettings
 from m3rl.lora.shards import LoraShards
 from m3rl.parallel.mesh import RankMesh
-from m3rl.policy import Forward, Policy
-from m3rl.rank_settings import RankSettings
+from m3rl.policy import Policy
+from m3rl.policy_packed import Forward
 from m3rl.weight_sync.layout import whole
 from m3rl.weight_sync.trainer_layout import expert_of
-
-
-def policy_of(settings: RankSettings, path: str | Path, mesh: RankMesh | None) -> Policy:
-    """What a trainer rank trains, in the shape that the config.json in `path` gives."""
-    options: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "replay_routing": settings.replay_routing,
-        "replay_blocks": settings.replay_blocks,
-        "activation_checkpointing": settings.activation_checkpointing,
-        "trains_index": settings.index_loss.coef > 0,
-        "mesh": mesh,
-    }
-    if settings.lora is None:
-        return Policy.for_model(path, **options)
-    return LoraPolicy.for_model(path, lora=settings.lora, **options)
 
 
 class LoraPolicy(Policy):

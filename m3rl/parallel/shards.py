@@ -1,7 +1,7 @@
 """A model sharded over trainer ranks by FSDP2, and what this rank owns of it.
 
-Units of FSDP are the embedding, each layer, its experts, its router and the head; what is left (the
-final norm) belongs to the root. They are gathered in the wire's dtype, and gradients are summed in
+Units of FSDP (`Architecture.units`) are layers and the like; what is left (the final norm) belongs
+to the root. They are gathered in the wire's dtype, and gradients are summed in
 FP32, undivided: a loss is already its share of a global mean. Routers stay FP32. Every rank holds
 the correction bias and owns a part of it.
 """
@@ -9,7 +9,7 @@ the correction bias and owns a part of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from inference.kernels.tensor_hash import combine, tensor_hash, unit_of
+from m3rl.architecture import Unit
 from m3rl.parallel.mesh import RankMesh
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.layout import Bounds, starts, whole
@@ -39,13 +40,16 @@ from m3rl.weight_sync.trainer_layout import (
     part_of,
 )
 
+_Slot = tuple[nn.Module, str]
+"""A module and the name of a parameter in it."""
+
 
 class Shards:
     """This rank's part of a model.
 
     Args:
         tensors: the published ones, whole.
-        places: theirs in transformers' `MiniMaxM3VLForCausalLM`.
+        places: theirs in transformers' model.
     """
 
     def __init__(
@@ -75,28 +79,42 @@ class Shards:
                 setattr(module, last, nn.Parameter(own, stacked.requires_grad))
         return model
 
-    def shard(self, root: Any, dtype: torch.dtype, methods: tuple[str, ...]) -> None:
+    def shard(
+        self, root: Any, units: Iterable[Unit], dtype: torch.dtype, methods: tuple[str, ...]
+    ) -> None:
         """Shard `root`, the module that runs `root.model`, and give the parameters memory.
 
         Args:
+            units: of `root.model`, inner ones first.
             dtype: of the wire.
             methods: of `root`, besides its forward, that run the model.
         """
-        _fully_shard(root, self.mesh, dtype)
+        tied = _tied(root)
+        _fully_shard(root, units, self._expert_stacks(root.model), self.mesh, dtype)
         for method in methods:
             register_fsdp_forward_method(root, method)
         buffers = {name: buffer.clone() for name, buffer in root.named_buffers()}
         root.to_empty(device=self.mesh.device)
+        for (module, name), others in tied:
+            for other, its_name in others:
+                other._parameters[its_name] = module._parameters[name]
         for name, buffer in root.named_buffers():
             buffer.copy_(buffers[name])
         state: dict[str, Any] = root.model.state_dict()
         for name, tensor in state.items():
+            if name not in self._parameters:  # one that is tied to another
+                continue
             if isinstance(tensor, DTensor):
                 sharded: Any = tensor.detach()
                 self.memory[name] = sharded.to_local()
             else:
                 self._replicated[name] = tensor.detach()
                 self.memory[name] = _cut(tensor.detach(), self.region(name, self.mesh.rank))
+
+    def _expert_stacks(self, model: nn.Module) -> set[int]:
+        named = dict(model.named_parameters())
+        stacks = [name for name, (_, is_experts) in self._parameters.items() if is_experts]
+        return {id(named[name]) for name in stacks if name in named}
 
     def shape(self, param: str) -> tuple[int, ...]:
         """Of all of a parameter or buffer, by transformers' name."""
@@ -254,7 +272,23 @@ def _cut(tensor: Tensor, bounds: Bounds | None) -> Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in bounds)]
 
 
-def _fully_shard(root: Any, mesh: RankMesh, dtype: torch.dtype) -> None:
+def _tied(root: nn.Module) -> list[tuple[_Slot, list[_Slot]]]:
+    """Places of each parameter that has several: the first, and the others."""
+    found: dict[int, list[_Slot]] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append((module, name))
+    return [(first, others) for first, *others in found.values() if others]
+
+
+def _fully_shard(
+    root: Any, units: Iterable[Unit], expert_stacks: set[int], mesh: RankMesh, dtype: torch.dtype
+) -> None:
+    """
+    Args:
+        expert_stacks: ids of the parameters that stack experts.
+    """
     is_narrow = dtype == torch.bfloat16
     on_wire = MixedPrecisionPolicy(
         param_dtype=dtype if is_narrow else None,
@@ -265,26 +299,21 @@ def _fully_shard(root: Any, mesh: RankMesh, dtype: torch.dtype) -> None:
     parts = mesh.expert_ranks.size()
 
     def placement(parameter: nn.Parameter) -> Shard:
+        if id(parameter) not in expert_stacks:
+            return Shard(0)
         return Shard(cut_dim(parameter.shape[0], parameter.shape[1], parts))
 
-    options: dict[str, Any] = {"mesh": mesh.ranks, "mp_policy": on_wire}
-    model = root.model.model
-    fully_shard(model.embed_tokens, **options)
-    for layer in model.layers:
-        if hasattr(layer.mlp, "experts"):
-            fully_shard(layer.mlp.gate, mesh=mesh.ranks, mp_policy=as_masters)
-            fully_shard(
-                layer.mlp.experts,
-                mesh=mesh.expert_ranks,
-                mp_policy=on_wire,
-                shard_placement_fn=placement,
-            )
-        fully_shard(layer, **options)
-    fully_shard(root.model.lm_head, **options)
+    for unit in units:
+        fully_shard(
+            unit.module,
+            mesh=mesh.expert_ranks if unit.stacks_experts else mesh.ranks,
+            mp_policy=as_masters if unit.is_fp32 else on_wire,
+            shard_placement_fn=placement,
+        )
+        unit.module.set_unshard_in_backward(unit.in_backward)
     # After a forward pass without gradients too: what stays gathered would outlive an update.
-    fully_shard(root, reshard_after_forward=True, **options)
+    fully_shard(root, reshard_after_forward=True, mesh=mesh.ranks, mp_policy=on_wire)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    model.embed_tokens.set_unshard_in_backward(False)

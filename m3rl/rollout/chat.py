@@ -13,17 +13,8 @@ from typing import Any
 import numpy as np
 
 from m3rl.config import ConfigError
-
-BEGIN = "]~!b["
-ROLE = "]~b]"
-END = "[e~["
-NAMESPACE = "]<]minimax[>["
-THINK = "<mm:think>"
-THINK_END = "</mm:think>"
-MARKERS = (BEGIN, ROLE, END, NAMESPACE, THINK, THINK_END)
-"""M3's structural markers; a tokenizer must have each as one token."""
-FORBIDDEN = (BEGIN, ROLE, END, NAMESPACE)
-"""Markers that a user's message may not contain: they would forge the structure of the dialogue."""
+from m3rl.model_layout import is_m3, stop_ids
+from m3rl.rollout.markers import Markers, m3_markers, own_markers, require_template
 
 Message = dict[str, str]
 
@@ -34,37 +25,26 @@ class ChatFormat:
     `drift_samples` counts the samples whose next turn could not be continued from their own ids.
     """
 
-    def __init__(self, tokenizer: Any, source: str) -> None:
+    def __init__(self, tokenizer: Any, source: str, markers: Markers | None = None) -> None:
         """
         Args:
             tokenizer: a transformers fast tokenizer with a chat template.
             source: where it came from, for error messages.
+            markers: of its dialogues; None: M3's.
 
         Raises:
             ConfigError: a marker is missing or splits, or there is no usable chat template.
         """
         self.tokenizer = tokenizer
         self.drift_samples = 0
-        problems = []
-        for marker in MARKERS:
-            ids = tokenizer.encode(marker, add_special_tokens=False)
-            if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
-                problems.append(f"{marker} becomes {ids}")
-        if problems:
-            raise ConfigError(
-                f"{source}: the tokenizer lacks markers of MiniMax-M3 as single tokens "
-                f"({'; '.join(problems)}); use the tokenizer of an M3 checkpoint, or add them"
-            )
-        if not tokenizer.chat_template:
-            raise ConfigError(
-                f"{source}: no chat template; put the checkpoint's chat_template.jinja there"
-            )
-        self.end_id: int = tokenizer.convert_tokens_to_ids(END)
-        self.think_end_id: int = tokenizer.convert_tokens_to_ids(THINK_END)
+        self._markers = m3_markers(tokenizer, source) if markers is None else markers
+        require_template(tokenizer, source)
+        self.end_id = self._markers.end_id
+        self.think_end_id = self._markers.think_end_id
         sample = self.render([{"role": "user", "content": "x"}])
         if "x" not in sample:
             raise ConfigError(f"{source}: the chat template drops the user's message")
-        self.starts_thinking = sample.rstrip().endswith(THINK)
+        self.starts_thinking = sample.rstrip().endswith(self._markers.think)
         """The prompt opens the thinking block, so a completion begins inside it."""
 
     @classmethod
@@ -72,13 +52,16 @@ class ChatFormat:
         """Read tokenizer.json, tokenizer_config.json and the chat template of a checkpoint.
 
         Raises:
-            ConfigError: no tokenizer there, or one that cannot speak M3's format.
+            ConfigError: no tokenizer there, or one that cannot speak the model's format.
         """
         if not (Path(path) / "tokenizer.json").is_file():
             raise ConfigError(f"{path}: no tokenizer.json there; model.path names a checkpoint")
         from transformers import AutoTokenizer
 
-        return cls(AutoTokenizer.from_pretrained(path, local_files_only=True), str(path))
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        if _speaks_m3(Path(path)):
+            return cls(tokenizer, str(path))
+        return cls(tokenizer, str(path), own_markers(tokenizer, str(path), stop_ids(Path(path))))
 
     def render(self, messages: Sequence[Message]) -> str:
         """The dialogue as text, up to where the next assistant turn begins."""
@@ -102,7 +85,7 @@ class ChatFormat:
             ValueError: a message contains a structural marker.
         """
         for text in texts:
-            if found := [marker for marker in FORBIDDEN if marker in text]:
+            if found := [marker for marker in self._markers.forbidden if marker in text]:
                 raise ValueError(
                     f"the message {text!r:.200} contains {found[0]}, a marker of the dialogue's "
                     "own structure; remove it"
@@ -119,14 +102,14 @@ class ChatFormat:
 
     def decode(self, ids: np.ndarray) -> str:
         """Text of completion ids without the end marker that closes it; others stay visible."""
-        if len(ids) and int(ids[-1]) == self.end_id:
+        if len(ids) and int(ids[-1]) in self._markers.end_ids:
             ids = ids[:-1]
         return self._text(ids)
 
     def answer(self, text: str) -> str:
         """What a completion says after thinking; empty while the thinking is not closed."""
-        _, marker, after = text.rpartition(THINK_END)
-        if not marker and (self.starts_thinking or THINK in text):
+        _, marker, after = text.rpartition(self._markers.think_end)
+        if not marker and (self.starts_thinking or self._markers.think in text):
             return ""
         return after.strip()
 
@@ -154,3 +137,8 @@ class ChatFormat:
             ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def _speaks_m3(path: Path) -> bool:
+    """Whether the tokenizer at `path` is an M3's, or lies there without a model."""
+    return not (path / "config.json").is_file() or is_m3(path)

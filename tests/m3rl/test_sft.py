@@ -2,12 +2,14 @@
 
 import json
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
 from m3rl import sft
 from m3rl.config import ConfigError
 from m3rl.errors import M3rlError
+from m3rl.model_layout import whole_layout
 from m3rl.train_rank import TrainRank
 from tests.m3rl.run_files import config, write_model
 
@@ -138,3 +140,20 @@ def test_items_that_no_rank_can_compute_are_refused_before_the_ranks_start(
     limits = rf"micro_batch_tokens={tokens}, max_position_embeddings={positions}"
     with pytest.raises(ConfigError, match=rf"3 of 4 items .*{limits}.*long\.jsonl:3, has"):
         sft.sft(long)
+
+
+def test_another_architecture_is_trained_and_its_accuracy_is_the_trainers(
+    settings, tmp_path, monkeypatch, capsys
+):
+    """The bundled runtime cannot generate with it."""
+    monkeypatch.setattr(sft, "measure", None)
+    monkeypatch.setattr(TrainRank, "greedy_accuracy", lambda *_: 0.75)
+    path = Path("configs/models/tiny_qwen3")
+    other = settings.model_copy(
+        update={"model": settings.model.model_copy(update={"path": str(path)})}
+    )
+    assert sft.sft(other) == 0
+    assert "held-out accuracy 75.0 %" in capsys.readouterr().out
+    made, shipped = tmp_path / "run" / "model", whole_layout(path, "float32")
+    assert whole_layout(made, "float32") == shipped
+    assert (made / "tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()

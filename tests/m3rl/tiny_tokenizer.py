@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from m3rl.rollout.chat import MARKERS
+from m3rl.rollout.markers import MARKERS
 
 CHAT_TEMPLATE = (
     "]~!b[{% for m in messages %}]~b]{{ 'ai' if m['role'] == 'assistant' else m['role'] }}\n"

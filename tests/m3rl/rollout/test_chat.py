@@ -5,7 +5,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
 from m3rl.config import ConfigError
-from m3rl.rollout.chat import MARKERS, ChatFormat
+from m3rl.rollout.chat import ChatFormat
+from m3rl.rollout.markers import MARKERS
 from tests.m3rl.tiny_tokenizer import (
     CHAT_TEMPLATE,
     PROMPT_OVERHEAD,

@@ -2,6 +2,7 @@
 seed.
 
 python -m benchmarks.demo --seeds 0 1 2
+python -m benchmarks.demo --config configs/tiny_vllm_cpu.yaml --seeds 0
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import psutil
 
 from benchmarks.record import write_record
 
-CONFIG = "configs/tiny_cpu.yaml"
+CONFIG = Path("configs/tiny_cpu.yaml")
 MISMATCH = "mismatch/logprob_abs_diff_mean"
 
 
@@ -56,9 +57,9 @@ class TreeMemory(threading.Thread):
         return total
 
 
-def run_demo(seed: int, run_dir: Path, overrides: list[str]) -> dict[str, float]:
+def run_demo(config: Path, seed: int, run_dir: Path, overrides: list[str]) -> dict[str, float]:
     """One run of the demo in a fresh process; raises when it fails."""
-    command = [sys.executable, "-m", "m3rl.cli", "train", CONFIG]
+    command = [sys.executable, "-m", "m3rl.cli", "train", str(config)]
     command += [f"run.dir={run_dir}", f"run.seed={seed}", *overrides]
     start = time.perf_counter()
     process = subprocess.Popen(command)
@@ -83,16 +84,17 @@ def run_demo(seed: int, run_dir: Path, overrides: list[str]) -> dict[str, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, default=CONFIG, help="a YAML file")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("overrides", nargs="*", help="key=value, as for `m3rl train`")
     arguments = parser.parse_args()
     for seed in arguments.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            result = run_demo(seed, Path(folder) / "run", arguments.overrides)
+            result = run_demo(arguments.config, seed, Path(folder) / "run", arguments.overrides)
         gain = result["accuracy_after"] - result["accuracy_before"]
         record = write_record(
             bench="demo",
-            case=f"tiny_cpu seed {seed}",
+            case=f"{arguments.config.stem} seed {seed}",
             peak_bytes=int(result["peak_bytes"]),
             value={"accuracy_gain": gain, **result},
             correct={

@@ -12,13 +12,15 @@ from m3rl.config_policy import lora_settings
 from m3rl.data import Data
 from m3rl.grpo.loss import LossSettings
 from m3rl.index_alignment import IndexLossSettings
+from m3rl.plan_vllm import vllm_model_len
 from m3rl.rank_settings import OptimizerSettings, RankSettings
 from m3rl.rollout.chat import ChatFormat
 from m3rl.rollout.collect import EVALUATION, Collector
 from m3rl.rollout.environments import SingleTurn
-from m3rl.rollout.m3_backend import M3Backend
 from m3rl.rollout.m3_replica import ReplicaSettings
+from m3rl.rollout.pool import ReplicaPool
 from m3rl.rollout.rewards import RewardError, RewardPool
+from m3rl.rollout.vllm_settings import VllmSettings
 from m3rl.types import SamplingSettings
 
 
@@ -72,8 +74,10 @@ def rank_settings(config: Config) -> RankSettings:
 
 
 def replica_settings(config: Config) -> ReplicaSettings:
-    """What every replica is told; it computes in the dtype that the weight sync carries."""
+    """What every replica of the bundled runtime is told; it computes in the dtype that the weight
+    sync carries."""
     backend = config.rollout.backend
+    assert backend.kind == "m3", "vLLM's replicas are told `vllm_settings`"
     engine: dict[str, Any] = backend.engine.model_dump()
     engine |= {
         "dtype": config.policy.dtype,
@@ -89,10 +93,59 @@ def replica_settings(config: Config) -> ReplicaSettings:
     )
 
 
+def vllm_settings(config: Config) -> VllmSettings:
+    """What every vLLM replica is told; it computes in the dtype that the weight sync carries."""
+    backend = config.rollout.backend
+    assert backend.kind == "vllm", "the bundled runtime's replicas are told `replica_settings`"
+    engine = backend.engine
+    return VllmSettings(
+        model_path=str(config.find(config.model.path)),
+        dtype=config.policy.dtype,
+        device=backend.device,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        enable_expert_parallel=engine.enable_expert_parallel,
+        max_model_len=vllm_model_len(config),
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        kv_cache_gib=engine.kv_cache_gib,
+        enable_prefix_caching=engine.enable_prefix_caching,
+        enforce_eager=engine.enforce_eager,
+        num_threads=backend.num_threads,
+        capture_routing=config.rollout.capture_routing,
+        extra=engine.extra,
+        timeout_s=max(config.rollout.timeout_s, config.weight_sync.timeout_s),
+    )
+
+
+def generation_backend(config: Config) -> ReplicaPool:
+    """The pool of replicas of the configured kind; its processes start in the background.
+
+    Raises:
+        BackendError: the cluster has fewer GPUs than the replicas need.
+    """
+    backend = config.rollout.backend
+    if backend.kind == "vllm":
+        from m3rl.rollout.vllm_backend import VllmBackend
+
+        return VllmBackend(
+            vllm_settings(config),
+            backend.num_replicas,
+            start_timeout_s=backend.engine.start_timeout_s,
+        )
+    from m3rl.rollout.m3_backend import M3Backend
+
+    return M3Backend(
+        replica_settings(config),
+        backend.num_replicas,
+        num_gpus=int(backend.device == "cuda"),
+    )
+
+
 def num_workers(config: Config) -> int:
     """Processes of all replicas."""
     backend = config.rollout.backend
-    return backend.num_replicas * backend.parallel.tp * backend.parallel.dp
+    return backend.num_replicas * backend.ranks_per_replica
 
 
 def check_trainable(config: Config) -> None:
@@ -153,12 +206,7 @@ class RolloutSide:
             chat, self.rewards, partial_credit=config.reward.partial_credit
         )
         self._chat = chat
-        backend = config.rollout.backend
-        self.backend = M3Backend(
-            replica_settings(config),
-            backend.num_replicas,
-            num_gpus=int(backend.device == "cuda"),
-        )
+        self.backend = generation_backend(config)
 
     def wait_started(self) -> None:
         self.backend.wait_started()

@@ -76,8 +76,7 @@ def _probe(
 
 def max_probe_error(config: Config) -> float:
     """The default of `weight_sync.probe.max_error`."""
-    engine = config.rollout.backend.engine
-    if engine.quantization != "none" or {engine.kv_dtype, engine.index_dtype} != {"auto"}:
+    if config.rollout.backend.has_fp8:
         return MAX_PROBE_ERROR_FP8
     return MAX_PROBE_ERROR[config.policy.dtype]
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError
 
+from m3rl.config_backend import M3BackendConfig
 from m3rl.config_checks import conflicts, is_free, is_of_the_run
 from m3rl.config_data import (
     DataConfig,
@@ -38,6 +39,7 @@ from m3rl.config_file import (
     at_most,
     dump_yaml,
     explain,
+    fill_kinds,
     flatten,
     merge,
     read_config_file,
@@ -47,6 +49,7 @@ from m3rl.config_file import (
 from m3rl.config_grpo import GRPOConfig, preset_origins
 from m3rl.config_policy import PolicyConfig
 from m3rl.config_sync import WeightSyncConfig
+from m3rl.config_vllm import VllmBackendConfig
 
 __all__ = [
     "Config",
@@ -65,7 +68,7 @@ Rate = Annotated[
     Field(gt=0),
     at_most(1, "AdamW moves a weight by up to lr a step, and most are near 0.02"),
 ]
-Ranks = Annotated[Int, Field(ge=1), at_most(1024, "a replica has at most so many")]
+Backend = Annotated[M3BackendConfig | VllmBackendConfig, Field(discriminator="kind")]
 
 
 class RunConfig(Section):
@@ -100,59 +103,6 @@ class OptimizerConfig(Section):
     host's pinned memory; each step carries them to the GPU and back."""
 
 
-class EngineOptions(Section):
-    num_pages: Int = Field(default=512, ge=1)
-    """KV pages of a replica."""
-    max_model_len: Annotated[Int, Field(ge=2)] | None = None
-    """Longest sequence; null: what the model's positions and the pages allow."""
-    max_running_requests: Int = Field(default=128, ge=1)
-    """Requests that decode together."""
-    max_tokens_per_step: Int = Field(default=2048, ge=1)
-    """Tokens of one engine step; longer prefills are done in chunks."""
-    enable_prefix_cache: Bool = True
-    """Keep the pages of finished prompts for later ones, within one policy version."""
-    kv_dtype: Literal["auto", "float8_e4m3fn"] = "auto"
-    """Of key and value pages; auto: as policy.dtype. FP8 halves them and their traffic, and moves
-    the runtime away from the trainer (see mismatch/*)."""
-    index_dtype: Literal["auto", "float8_e4m3fn"] = "auto"
-    """Of index-key pages, likewise."""
-    quantization: Literal["none", "mxfp8", "mxfp8_released"] = "none"
-    """Weights that the runtime holds in MXFP8, quantised as they arrive: mxfp8, the routed experts;
-    mxfp8_released, also attention, dense MLPs and shared experts. Halves them, and moves the
-    runtime away from the trainer (see mismatch/*)."""
-    shadow_weights: Bool = False
-    """Hold all weights twice, so that a replica generates while a weight sync streams into the
-    second copy, and pauses for milliseconds only."""
-
-
-class ParallelOptions(Section):
-    tp: Ranks = 1
-    """Ranks that split the layers of the same requests; a GPU each with device: cuda."""
-    dp: Ranks = 1
-    """Groups of tp ranks that share the requests out and hold the same attention weights."""
-    ep: Ranks | None = None
-    """Groups of ranks that split the routed experts, dp times a divisor of tp; null: every rank is
-    one."""
-
-
-class M3BackendConfig(Section):
-    kind: Literal["m3"] = "m3"
-    device: Literal["cpu", "cuda"] = "cpu"
-    """cuda: each rank of a replica takes one GPU of the cluster."""
-    gpu_memory_gib: Annotated[Float, Field(gt=0)] | None = None
-    """GiB of a GPU that a process can have (139 of an H200): a replica that needs more is refused
-    before anything starts; null: not known, nobody looks."""
-    num_replicas: Processes = 1
-    """Complete copies of the model that generate."""
-    parallel: ParallelOptions = ParallelOptions()
-    """How a replica is split over ranks, each a process."""
-    num_threads: Threads = 1
-    """CPU threads of each rank of a replica."""
-    max_restarts: Int = Field(default=2, ge=0)
-    """How often dead replicas are started again, in the whole run."""
-    engine: EngineOptions = EngineOptions()
-
-
 class RolloutConfig(Section):
     group_size: Int = Field(default=8, ge=2)
     """Completions per prompt, G in GRPO (arXiv:2402.03300); one alone has nothing to beat."""
@@ -178,7 +128,8 @@ class RolloutConfig(Section):
     """Record the selected key blocks of every token."""
     timeout_s: Seconds = 300.0
     """A replica that finishes nothing for this long is taken for dead."""
-    backend: M3BackendConfig = M3BackendConfig()
+    backend: Backend = M3BackendConfig()
+    """What generates; kind m3 (the default) is the bundled runtime, kind vllm is vLLM."""
 
 
 class TrainerParallelConfig(Section):
@@ -306,6 +257,7 @@ class Config(Section):
     def from_dict(cls, raw: Raw, origins: Origins | None = None) -> Config:
         """Check a nested mapping; `origins` tells where each dotted key was written."""
         origins = {} if origins is None else origins
+        raw = fill_kinds(cls, raw)
         if problems := unknown_keys(cls, raw, origins):
             raise ConfigError("\n".join(problems))
         try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from m3rl.config_backend import M3BackendConfig
 from m3rl.config_grpo_checks import grpo_conflicts, idle_grpo_keys
 from m3rl.config_policy import lora_conflicts
+from m3rl.config_vllm_checks import idle_vllm_keys, vllm_conflicts
 
 if TYPE_CHECKING:
     from m3rl.config import Config
@@ -40,13 +42,16 @@ def idle_keys(config: Config) -> Iterator[str]:
 
 def _idle(config: Config) -> Iterator[tuple[str, bool, str]]:
     """Key, whether it does nothing, and why and what to do."""
-    sync = config.weight_sync
-    yield (
-        "weight_sync.wire",
-        sync.wire == "mxfp8" and config.rollout.backend.engine.quantization == "none",
-        "mxfp8 is for weights that replicas hold so, and rollout.backend.engine.quantization: none "
-        "holds none; set quantization: mxfp8, or leave it out",
-    )
+    sync, backend = config.weight_sync, config.rollout.backend
+    if backend.kind == "m3":
+        yield (
+            "weight_sync.wire",
+            sync.wire == "mxfp8" and backend.engine.quantization == "none",
+            "mxfp8 is for weights that replicas hold so, and rollout.backend.engine.quantization: "
+            "none holds none; set quantization: mxfp8, or leave it out",
+        )
+    else:
+        yield from idle_vllm_keys(backend)
     yield (
         "weight_sync.delta",
         sync.delta and config.policy.dtype == "float32" and config.policy.lora is None,
@@ -78,7 +83,7 @@ def _places(config: Config, keys: tuple[str, ...]) -> str:
 
 def _find(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
     data, rollout, reward = config.data, config.rollout, config.reward
-    replicas, engine = rollout.backend.num_replicas, rollout.backend.engine
+    replicas, max_model_len = rollout.backend.num_replicas, rollout.backend.max_model_len
     row = data.max_prompt_tokens + rollout.max_tokens
     row_is = f"data.max_prompt_tokens + rollout.max_tokens = {row} tokens"
     if config.weight_sync.min_replicas > replicas:
@@ -89,6 +94,9 @@ def _find(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
         )
     yield from grpo_conflicts(config)
     yield from lora_conflicts(config)
+    yield from vllm_conflicts(config)
+    if rollout.backend.kind == "m3":
+        yield from _m3_conflicts(config, rollout.backend)
     if config.train.device == "cuda" and config.policy.dtype == "float32":
         yield (
             "policy.dtype: float32 is for train.device: cpu; the kernels of train.device: cuda "
@@ -123,18 +131,11 @@ def _find(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
             f"{row_is}; raise it to at least {row}",
             ("policy.micro_batch_tokens", "data.max_prompt_tokens", "rollout.max_tokens"),
         )
-    if engine.max_model_len is not None and engine.max_model_len < row:
+    if max_model_len is not None and max_model_len < row:
         yield (
-            f"rollout.backend.engine.max_model_len: {engine.max_model_len} is less than {row_is}; "
+            f"rollout.backend.engine.max_model_len: {max_model_len} is less than {row_is}; "
             "raise it or shorten the others",
             ("rollout.backend.engine.max_model_len", "rollout.max_tokens"),
-        )
-    if engine.quantization != "none" and config.policy.dtype != "bfloat16":
-        yield (
-            f"rollout.backend.engine.quantization: {engine.quantization} is made from BF16 weights "
-            f"alone, and policy.dtype: {config.policy.dtype} is what the weight sync carries; set "
-            "policy.dtype: bfloat16",
-            ("rollout.backend.engine.quantization", "policy.dtype"),
         )
     if config.policy.replay_routing and not rollout.capture_routing:
         yield (
@@ -174,6 +175,19 @@ def _find(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield (
             "data.eval: holds the same items as data.train; give it another seed or file",
             ("data.eval", "data.train"),
+        )
+
+
+def _m3_conflicts(
+    config: Config, backend: M3BackendConfig
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    quantization = backend.engine.quantization
+    if quantization != "none" and config.policy.dtype != "bfloat16":
+        yield (
+            f"rollout.backend.engine.quantization: {quantization} is made from BF16 weights "
+            f"alone, and policy.dtype: {config.policy.dtype} is what the weight sync carries; set "
+            "policy.dtype: bfloat16",
+            ("rollout.backend.engine.quantization", "policy.dtype"),
         )
 
 

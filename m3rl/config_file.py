@@ -9,7 +9,7 @@ import difflib
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -55,6 +55,13 @@ FOREIGN_NAMES = {
     "train_batch_size": "rollout.prompts_per_step",
 }
 
+SHARED_BY_KINDS = {
+    "rollout.backend": {"device", "gpu_memory_gib", "num_replicas", "num_threads", "max_restarts"},
+}
+"""Keys that mean the same for every `kind` of a section, and stay when another kind replaces it."""
+
+DEFAULT_KINDS = {"rollout.backend": "m3"}
+"""The `kind` of a section that says none."""
 
 WORDS = {
     "model_type": "should be a mapping of keys",
@@ -103,6 +110,9 @@ class Section(BaseModel):
     """Unknown keys are errors; a loaded section never changes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    absent: ClassVar[dict[str, str]] = {}
+    """Keys that one may look for here and that do not exist, with what to do instead."""
 
 
 def read_config_file(path: Path) -> tuple[Raw, Origins]:
@@ -206,25 +216,29 @@ def read_overrides(words: Sequence[str]) -> Raw:
 
 
 def merge(base: Raw, top: Raw, origins: Origins, top_origins: Origins, prefix: str = "") -> None:
-    """Lay `top` over `base` in place, key by key; a mapping of another `kind` replaces the old."""
+    """Lay `top` over `base` in place, key by key; a mapping of another `kind` replaces the old, but
+    for what is SHARED_BY_KINDS."""
     for key, value in top.items():
         dotted = prefix + key
         old = base.get(key)
         origins[dotted] = top_origins.get(dotted, COMMAND_LINE)
-        if isinstance(old, dict) and _same_kind(old, value):
+        if isinstance(old, dict) and _same_kind(dotted, old, value):
             merge(old, value, origins, top_origins, f"{dotted}.")
             continue
-        base[key] = {}
+        stays = SHARED_BY_KINDS.get(dotted, set()) if isinstance(value, dict) else set()
+        base[key] = {k: v for k, v in old.items() if k in stays} if isinstance(old, dict) else {}
         for stale in [k for k in origins if k.startswith(f"{dotted}.")]:
-            del origins[stale]
+            if stale.removeprefix(f"{dotted}.") not in stays:
+                del origins[stale]
         if isinstance(value, dict):
             merge(base[key], value, origins, top_origins, f"{dotted}.")
         else:
             base[key] = value
 
 
-def _same_kind(old: Raw, new: Any) -> bool:
-    return isinstance(new, dict) and new.get("kind", old.get("kind")) == old.get("kind")
+def _same_kind(dotted: str, old: Raw, new: Any) -> bool:
+    kind = old.get("kind", DEFAULT_KINDS.get(dotted))
+    return isinstance(new, dict) and new.get("kind", kind) == kind
 
 
 def flatten(values: Raw, prefix: str = "") -> Raw:
@@ -254,6 +268,21 @@ def section_of(annotation: Any, raw: Any = None) -> type[BaseModel] | None:
     return None
 
 
+def fill_kinds(section: type[BaseModel], raw: Raw, prefix: str = "") -> Raw:
+    """`raw` where each section that says no `kind` and has a default says that, as first key."""
+    filled = dict(raw)
+    for key, value in raw.items():
+        field = section.model_fields.get(key)
+        if field is None or not isinstance(value, dict):
+            continue
+        dotted = prefix + key
+        if dotted in DEFAULT_KINDS:
+            value = {"kind": DEFAULT_KINDS[dotted]} | value
+        inner = section_of(field.annotation, value)
+        filled[key] = value if inner is None else fill_kinds(inner, value, f"{dotted}.")
+    return filled
+
+
 def unknown_keys(root: type[BaseModel], raw: Raw, origins: Origins) -> list[str]:
     """One message for each key that no section knows, with the nearest key that exists."""
     return [
@@ -276,6 +305,8 @@ def _walk_unknown(
 def _suggest(root: type[BaseModel], section: type[BaseModel], path: str) -> str:
     key = path.rpartition(".")[2].replace("-", "_").lower()
     siblings = list(section.model_fields)
+    if issubclass(section, Section) and key in section.absent:
+        return f"; {section.absent[key]}"
     if near := difflib.get_close_matches(key, siblings, n=1):
         return f"; did you mean '{near[0]}'?"
     everywhere: dict[str, str] = dict(FOREIGN_NAMES)

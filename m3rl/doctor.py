@@ -17,6 +17,8 @@ from m3rl.config import Config, ConfigError
 from m3rl.metrics import wandb_key_source
 from m3rl.plan import make_plan
 from m3rl.report import table
+from m3rl.rollout.backend import BackendError
+from m3rl.rollout.vllm_version import installed_version
 
 MIN_DISK_BYTES = 2 << 30
 MIN_SHM_BYTES = 512 << 20
@@ -40,6 +42,7 @@ def examine(config: Config | None = None) -> tuple[str, bool]:
         _space("disk", Path.cwd() if config is None else _existing(config.run.dir), MIN_DISK_BYTES),
         _space("shared memory", Path("/dev/shm"), MIN_SHM_BYTES),
         _gpus(),
+        _vllm(),
         _wandb(),
     ]
     if config is not None:
@@ -121,6 +124,16 @@ def _gpus() -> Finding:
         return Finding("note", "gpu", "none that torch sees; the tiny models run on the CPU")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Finding("ok", "gpu", f"{len(names)}: {', '.join(sorted(set(names)))}")
+
+
+def _vllm() -> Finding:
+    """Only a note where it is not there: a configuration that wants it is refused by its plan."""
+    try:
+        return Finding("ok", "vllm", installed_version())
+    except BackendError:
+        return Finding(
+            "note", "vllm", "none that rollout.backend.kind: vllm can use; others do without"
+        )
 
 
 def _wandb() -> Finding:

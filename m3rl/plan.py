@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from inference import config as model_config
 from inference.memory import (
+    DTYPE_BYTES,
     MemoryPlan,
     count_parameters,
     plan_memory,
@@ -21,15 +22,22 @@ from inference.memory import (
 from inference.parallel.config import ParallelConfig
 from m3rl.checkpoint_files import tokenizer_problems, weight_problems
 from m3rl.config import Config, ConfigError
-from m3rl.config_checks import idle_keys
 from m3rl.config_policy import lora_settings
 from m3rl.model_layout import ModelLayoutError, is_m3
 from m3rl.plan_any import AnyPlan, make_any_plan
 from m3rl.plan_files import dataset_problems, is_here, missing_reward, run_dir_problems
 from m3rl.plan_fit import micro_batches, remedies
 from m3rl.plan_lora import plan_rank
+from m3rl.plan_notices import config_notices
 from m3rl.plan_time import Demand
 from m3rl.plan_trainer import TrainerMemory, TrainerSetting
+from m3rl.plan_vllm import (
+    longest_row,
+    missing_vllm,
+    vllm_m3_problems,
+    vllm_memory,
+    vllm_model_problems,
+)
 from m3rl.sync_plan import SyncSetting
 from m3rl.weight_sync.errors import LayoutError
 from m3rl.weight_sync.simulate import Projection
@@ -61,7 +69,8 @@ class Plan:
     demand: Demand
     """Of a training step."""
     page_size: int
-    num_pages: int
+    num_pages: int | None
+    """None: vLLM divides its own memory."""
     demand_pages: int
     """Most pages that one replica's share of a training step can need at once."""
     notices: tuple[str, ...]
@@ -96,11 +105,12 @@ def make_plan(
             config,
             path,
             required,
-            notices=_notices(config),
+            notices=config_notices(config),
             is_launch=is_launch,
             generates=generates,
         )
-    allow_mxfp8 = allow_mxfp8 or config.policy.lora is not None
+    is_m3_runtime = config.rollout.backend.kind == "m3"  # which reads released checkpoints
+    allow_mxfp8 = (allow_mxfp8 and is_m3_runtime) or config.policy.lora is not None
     problems: list[str] = []
     notices: list[str] = []
     needed: list[str] = []
@@ -121,11 +131,16 @@ def make_plan(
         where += faults
     for fault, is_missing in dataset_problems(config):
         (needed if is_missing and not is_launch else problems).append(fault)
+    if model is not None and config.rollout.backend.kind == "vllm":
+        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        problems += vllm_model_problems(config, raw)
+    if generates and (absent := missing_vllm(config)):
+        (problems if is_launch else needed).append(absent)
     problems += run_dir_problems(config)
     if problems or sizes is None:
         raise ConfigError("\n".join(problems))
     needed += [] if is_launch else missing_reward(config)
-    plan = _plan_of(config, sizes, (*notices, *_notices(config)), tuple(needed))
+    plan = _plan_of(config, sizes, (*notices, *config_notices(config)), tuple(needed))
     if hurry := _too_short_a_timeout(config, plan.projection.seconds):
         raise ConfigError(hurry)
     return plan
@@ -150,14 +165,8 @@ def _sizes(config: Config, model: model_config.ModelConfig, problems: list[str])
     if length_problems := _length_problems(config, model):
         problems += length_problems
         return None
-    replica = memory = None
-    try:
-        replica = plan_memory(
-            model, _engine_config(config), _parallel(config), gpu_bytes=_gpu(config)
-        )
-    except model_config.ConfigError as error:
-        refusal = str(error).replace("\n", "\n  ")
-        problems.append(f"rollout.backend: {refusal}")
+    memory = None
+    replica = _replica_memory(config, model, problems)
     trainer = _trainer_setting(config, model)
     try:
         memory = plan_rank(trainer)
@@ -166,6 +175,23 @@ def _sizes(config: Config, model: model_config.ModelConfig, problems: list[str])
     else:
         problems += _trainer_problems(config, trainer, memory)
     return None if replica is None or memory is None else _Sizes(replica, trainer, memory)
+
+
+def _replica_memory(
+    config: Config, model: model_config.ModelConfig, problems: list[str]
+) -> MemoryPlan | None:
+    backend = config.rollout.backend
+    if backend.kind == "vllm":
+        width = DTYPE_BYTES[config.policy.dtype]
+        weights = {name: width * count for name, count in count_parameters(model).items()}
+        plan, refusal = vllm_memory(backend, weights, _gpu(config))
+        problems += [] if refusal is None else [refusal]
+        return plan
+    try:
+        return plan_memory(model, _engine_config(config), _parallel(config), gpu_bytes=_gpu(config))
+    except model_config.ConfigError as error:
+        problems.append("rollout.backend: " + str(error).replace("\n", "\n  "))
+        return None
 
 
 def _plan_of(
@@ -185,7 +211,7 @@ def _plan_of(
         projection=sync.project(),
         demand=demand,
         page_size=model.index_block_size,
-        num_pages=config.rollout.backend.engine.num_pages,
+        num_pages=_num_pages(config),
         demand_pages=_demand_pages(demand, sync, model.index_block_size),
         notices=notices,
         needed=needed,
@@ -203,15 +229,21 @@ def _too_short_a_timeout(config: Config, seconds: float) -> str | None:
 
 
 def _engine_config(config: Config) -> model_config.EngineConfig:
-    """What every replica is told; see `assemble.replica_settings`."""
+    """What every replica is told, see `assemble.replica_settings`; of vLLM's replicas what decides
+    about a weight sync."""
     backend = config.rollout.backend
     return model_config.EngineConfig(
-        **backend.engine.model_dump(),
+        **(backend.engine.model_dump() if backend.kind == "m3" else {}),
         dtype=config.policy.dtype,
         device=backend.device,
         capture_routing=config.rollout.capture_routing,
         capture_blocks=config.rollout.capture_blocks,
     )
+
+
+def _num_pages(config: Config) -> int | None:
+    backend = config.rollout.backend
+    return backend.engine.num_pages if backend.kind == "m3" else None
 
 
 def _gpu(config: Config) -> int | None:
@@ -259,13 +291,18 @@ def _trainer_problems(
 
 
 def _parallel(config: Config) -> ParallelConfig:
-    return ParallelConfig(**config.rollout.backend.parallel.model_dump())
+    backend = config.rollout.backend
+    if backend.kind == "vllm":
+        return ParallelConfig(tp=backend.ranks_per_replica)
+    return ParallelConfig(**backend.parallel.model_dump())
 
 
 def _length_problems(config: Config, model: model_config.ModelConfig) -> list[str]:
     """A request of full length must fit into the model's positions and into a replica's pages."""
-    engine = config.rollout.backend.engine
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    backend = config.rollout.backend
+    if backend.kind == "vllm":
+        return list(vllm_m3_problems(config, model))
+    longest = longest_row(config)
     try:
         limits = _engine_config(config).resolve(model)
     except model_config.ConfigError as error:
@@ -273,43 +310,13 @@ def _length_problems(config: Config, model: model_config.ModelConfig) -> list[st
     assert limits.max_model_len is not None, "resolve() fills it"
     if longest <= limits.max_model_len:
         return []
-    pages = -(-longest // model.index_block_size)
+    engine, block = backend.engine, model.index_block_size
     return [
         f"rollout.max_tokens: data.max_prompt_tokens + rollout.max_tokens = {longest} is more than "
         f"a replica can hold: {limits.max_model_len} (max_position_embeddings "
-        f"{model.max_position_embeddings}, {engine.num_pages} pages of {model.index_block_size} "
-        f"tokens); shorten them, or set rollout.backend.engine.num_pages to {pages} or more"
+        f"{model.max_position_embeddings}, {engine.num_pages} pages of {block} tokens); shorten "
+        f"them, or set rollout.backend.engine.num_pages to {-(-longest // block)} or more"
     ]
-
-
-def _notices(config: Config) -> list[str]:
-    rollout = config.rollout
-    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    cut = [key for key, value in off.items() if getattr(rollout, key) != value]
-    notices = list(idle_keys(config))
-    if cut:
-        notices.append(
-            f"rollout.{cut[0]}: {getattr(rollout, cut[0])} truncates the sampling distribution, "
-            "which is for `m3rl rollout`; training needs the whole one"
-        )
-    if config.policy.lora is not None and not config.weight_sync.delta:
-        notices.append(
-            "weight_sync.delta: false, so each sync sends all weights, and policy.lora changes "
-            "those of its targets alone; with delta: true only these travel"
-        )
-    backend = rollout.backend
-    if backend.device == "cuda" and backend.gpu_memory_gib is None:
-        notices.append(
-            "rollout.backend.gpu_memory_gib: null, so nobody looks whether a replica fits a GPU"
-        )
-    if config.eval.at_start or config.eval.at_end or config.eval.every:
-        name = getattr(config.data.eval, "size", None)
-        if name is not None and name < config.eval.num_prompts:
-            notices.append(
-                f"eval.num_prompts: {config.eval.num_prompts} is more than data.eval.size: {name}; "
-                "all of them are used"
-            )
-    return notices
 
 
 def _sync_setting(
@@ -321,6 +328,7 @@ def _sync_setting(
         trainer.shards,
         _parallel(config),
         config.rollout.backend.num_replicas,
+        holds_whole=config.rollout.backend.kind == "vllm",
         wire=config.weight_sync.wire,
         delta=config.weight_sync.delta,
         chunk_bytes=config.weight_sync.chunk_mib << 20,
@@ -334,7 +342,7 @@ def _demand(config: Config) -> Demand:
         group_size=rollout.group_size,
         prompt_tokens=config.data.max_prompt_tokens,
         completion_tokens=rollout.max_tokens,
-        max_running=rollout.backend.engine.max_running_requests,
+        max_running=rollout.backend.max_running,
     )
 
 

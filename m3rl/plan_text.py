@@ -25,12 +25,6 @@ def describe(plan: Plan | AnyPlan) -> str:
 
 
 def _describe_m3(plan: Plan) -> str:
-    capacity = plan.num_pages * plan.page_size
-    fits = (
-        "all of a step fits at once"
-        if plan.demand_pages <= plan.num_pages
-        else f"requests wait for pages: {plan.demand_pages / plan.num_pages:.1f} rounds"
-    )
     lines = [
         f"{plan.name}: {plan.trainer.ranks} trainer rank(s){_trainer_split(plan.trainer)}, "
         f"{plan.num_replicas} replica(s){_replica_split(plan.sync)}",
@@ -41,9 +35,7 @@ def _describe_m3(plan: Plan) -> str:
         "",
         *_trainer_lines(plan),
         f"tokens of a training step: at most {plan.demand.tokens:,}",
-        f"KV room of a replica: {plan.num_pages:,} pages of {plan.page_size} = {capacity:,} tokens"
-        + _room(plan),
-        f"a step needs at most {plan.demand_pages:,} pages of it: {fits}",
+        *_page_lines(plan),
         *_sync_lines(plan),
         *_time_lines(plan),
     ]
@@ -56,12 +48,18 @@ def gpu_table(plan: Plan | AnyPlan, sizes: Sequence[int]) -> tuple[str, bool]:
     """One row for each number of GPUs, and whether any of them works (`plan_fit.split`).
 
     Raises:
-        ConfigError: the model is no M3.
+        ConfigError: the model is no M3; or replicas are vLLM's, which measure their memory when
+            they start.
     """
     if isinstance(plan, AnyPlan):
         raise ConfigError(
             f"--gpus: plans MiniMax-M3 alone, and the model is of type {plan.model_type}; leave "
             "--gpus out"
+        )
+    if plan.num_pages is None:
+        raise ConfigError(
+            "--gpus: plans replicas of the bundled runtime, and rollout.backend.kind: vllm shares "
+            "a GPU out when it starts; leave --gpus out, or add rollout.backend.kind=m3"
         )
     gpu_bytes = H200_BYTES if plan.replica.gpu_bytes is None else plan.replica.gpu_bytes
     rows, works = [], False
@@ -142,6 +140,22 @@ def _trainer_lines(plan: Plan) -> list[str]:
     return lines
 
 
+def _page_lines(plan: Plan) -> list[str]:
+    if plan.num_pages is None:
+        return []
+    capacity = plan.num_pages * plan.page_size
+    fits = (
+        "all of a step fits at once"
+        if plan.demand_pages <= plan.num_pages
+        else f"requests wait for pages: {plan.demand_pages / plan.num_pages:.1f} rounds"
+    )
+    return [
+        f"KV room of a replica: {plan.num_pages:,} pages of {plan.page_size} = {capacity:,} tokens"
+        + _room(plan),
+        f"a step needs at most {plan.demand_pages:,} pages of it: {fits}",
+    ]
+
+
 def _sync_lines(plan: Plan) -> list[str]:
     found, setting = plan.projection, plan.sync
     mean = round(sum(found.sent_bytes) / len(found.sent_bytes))
@@ -172,8 +186,8 @@ def _time_lines(plan: Plan) -> list[str]:
 
 
 def _step_time(trainer: TrainerSetting, sync: SyncSetting, plan: Plan) -> StepTime | None:
-    """None where a part of the step runs on no GPU."""
-    if "cpu" in (trainer.device, sync.engine.device):
+    """None where a part of the step runs on no GPU, or in vLLM, whose rates nobody measured."""
+    if plan.num_pages is None or "cpu" in (trainer.device, sync.engine.device):
         return None
     return step_time(trainer, sync, plan.demand)
 

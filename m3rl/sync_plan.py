@@ -35,6 +35,8 @@ class SyncSetting:
     trainer: TrainerShards = field(default_factory=TrainerShards)
     replica: ParallelConfig = field(default_factory=ParallelConfig)
     num_replicas: int = 1
+    holds_whole: bool = False
+    """Whether each worker of a replica receives every tensor whole, as vLLM's do."""
     wire: str = "bf16"
     """See `WeightSyncConfig.wire`."""
     delta: bool = False
@@ -55,10 +57,11 @@ class SyncSetting:
 def _project(setting: SyncSetting) -> Projection:
     model, repeats = one_layer_of_each_kind(setting.model)
     tensors = published_layout(model, setting.engine.dtype)
-    workers = range(setting.replica.world)
+    parallel = ParallelConfig() if setting.holds_whole else setting.replica
+    workers = [rank % parallel.world for rank in range(setting.replica.world)]
     return simulate(
         trainer_layouts(tensors, transformers_placement(model), setting.trainer),
-        [runtime_layout(model, setting.engine, setting.replica, rank) for rank in workers],
+        [runtime_layout(model, setting.engine, parallel, rank) for rank in workers],
         num_replicas=setting.num_replicas,
         repeats=repeats,
         chunk_bytes=setting.chunk_bytes,

@@ -37,11 +37,11 @@ NOTE_FAMILY_S = 0.25
 class Run:
     """One `m3rl` process, its output in a file, its whole process tree known."""
 
-    def __init__(self, command: str, run_dir: Path, *overrides: str) -> None:
+    def __init__(self, command: str, run_dir: Path, *overrides: str, config: str = CONFIG) -> None:
         self.run_dir = run_dir
         self.log_path = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.log")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        words = [sys.executable, "-m", "m3rl.cli", command, CONFIG, f"run.dir={run_dir}"]
+        words = [sys.executable, "-m", "m3rl.cli", command, config, f"run.dir={run_dir}"]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*words, *SMALL, *overrides],

@@ -144,7 +144,7 @@ READ_ELSEWHERE = {
     "rollout.backend.gpu_memory_gib": ("139", "plan: whether a replica fits"),
     "rollout.backend.num_replicas": ("2", "RolloutSide: M3Backend"),
     "rollout.backend.max_restarts": ("9", "trainer, jobs: how lost replicas are healed"),
-    "rollout.backend.kind": ("m3", "there is one kind"),
+    "rollout.backend.kind": ("m3", "RolloutSide: M3Backend or VllmBackend"),
 }
 
 

@@ -357,14 +357,18 @@ def test_doctor_tells_what_is_missing_by_its_exit_code(file, tmp_path, capsys):
     assert "something is missing" in capsys.readouterr().out
 
 
-def test_check_answers_without_importing_ray_torch_or_transformers(file):
+@pytest.mark.parametrize("kind", ["m3", "vllm"])
+def test_check_answers_in_seconds_without_importing_what_a_run_starts(file, kind):
     program = (
-        "import sys; from m3rl.cli import RUNS, main; code = main(['check', sys.argv[1]]); "
-        "heavy = {'ray', 'torch', 'transformers', 'wandb', 'accelerate'} & set(sys.modules); "
-        "assert not heavy, heavy; sys.exit(code)"
+        "import sys; from m3rl.cli import RUNS, main; code = main(['check', *sys.argv[1:]]); "
+        "heavy = {'ray', 'torch', 'transformers', 'vllm', 'wandb', 'accelerate'}; "
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules); "
+        "import resource; used = resource.getrusage(resource.RUSAGE_SELF); "
+        "assert used.ru_utime + used.ru_stime < 5; sys.exit(code)"
     )
+    words = [f"rollout.backend.kind={kind}", "data.max_prompt_tokens=4", "rollout.max_tokens=4"]
     done = subprocess.run(
-        [sys.executable, "-c", program, file],
+        [sys.executable, "-c", program, file, *words],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -2,10 +2,12 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
 
+from m3rl.cli import main
 from m3rl.config import Config, ConfigError
 from m3rl.plan import make_plan
 from m3rl.plan_text import describe, gpu_table
@@ -216,6 +218,17 @@ def test_every_recipe_of_the_real_model_fits_its_gpus(file):
     text, works = gpu_table(plan, [size])
     assert works
     assert text.splitlines()[-1].endswith(" fits")
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.name)
+def test_every_recipe_is_planned_for_six_cluster_sizes_in_seconds(file, capsys):
+    begun = time.process_time()
+    assert main(["check", str(file), "--gpus", "8,16,32,64,128,256"]) == 0
+    assert time.process_time() - begun < 5
+    out = capsys.readouterr().out
+    verdicts = re.findall(r"^ +(\d+) .* (fits|refused)\b", out, re.MULTILINE)
+    assert [size for size, _ in verdicts] == ["8", "16", "32", "64", "128", "256"]
+    assert verdicts[-1] == ("256", "fits")
 
 
 def test_the_parity_recipe_has_the_algorithm_of_its_model():

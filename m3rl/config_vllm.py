@@ -1,0 +1,152 @@
+"""Settings of vLLM as the generation backend, under vLLM's own names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from m3rl.config_backend import BackendConfig, Ranks
+from m3rl.config_file import Bool, Float, Fraction, Int, Seconds, Section
+
+_REPLICAS = "a replica is one engine; set rollout.backend.num_replicas for more of them"
+_LOGPROBS = (
+    "training needs the log-probability of each sampled token under the sampling distribution"
+)
+_SYNCED = "weights come from the weight sync alone"
+_VERSIONS = "a token must be of the policy version that its step computed with"
+_PIPELINE = "the weight sync knows replicas split by tensor_parallel_size alone"
+
+SET_BY_M3RL = {
+    "model": "set model.path",
+    "model_weights": _SYNCED,
+    "tokenizer": "prompts and completions are token ids; set model.path",
+    "tokenizer_mode": "prompts and completions are token ids; set model.path",
+    "tokenizer_revision": "prompts and completions are token ids; set model.path",
+    "skip_tokenizer_init": "a tokenizer is there where rollout.stop needs one",
+    "revision": "set model.path to a folder",
+    "runner": "a replica generates",
+    "convert": "a replica generates",
+    "dtype": "set policy.dtype, which trainer, weight sync and replicas share",
+    "quantization": "the weight sync writes and hashes what the trainer sends, in policy.dtype",
+    "quantization_config": "the weight sync writes and hashes what the trainer sends, in "
+    "policy.dtype",
+    "seed": "every request has its own, from run.seed",
+    "load_format": _SYNCED,
+    "model_loader_extra_config": _SYNCED,
+    "weight_transfer_config": _SYNCED,
+    "enable_ep_weight_filter": _SYNCED,
+    "logprobs_mode": _LOGPROBS,
+    "max_logprobs": _LOGPROBS,
+    "return_sampling_mask": _LOGPROBS,
+    "logits_processors": _LOGPROBS,
+    "generation_config": "every sampling parameter is in rollout: and eval:",
+    "override_generation_config": "every sampling parameter is in rollout: and eval:",
+    "worker_cls": "the weight sync has its own worker extension",
+    "worker_extension_cls": "the weight sync has its own worker extension",
+    "distributed_executor_backend": "m3rl places the ranks of a replica",
+    "enable_return_routed_experts": "set rollout.capture_routing",
+    "enable_lora": "adapters come merged into the weights; set policy.lora",
+    "enable_sleep_mode": "a sleeping replica would lose the weights of its version",
+    "speculative_config": _VERSIONS,
+    "async_scheduling": _VERSIONS,
+    "pipeline_parallel_size": _PIPELINE,
+    "prefill_context_parallel_size": _PIPELINE,
+    "decode_context_parallel_size": _PIPELINE,
+    "enable_eplb": "experts that wander would be written to the wrong rank",
+    "enable_elastic_ep": "experts that wander would be written to the wrong rank",
+    "kv_cache_memory_bytes": "set rollout.backend.engine.kv_cache_gib on the CPU; on a GPU "
+    "gpu_memory_utilization says it",
+    "scheduling_policy": "requests come out in the order in which they were put in",
+    "data_parallel_size": _REPLICAS,
+    "nnodes": "the ranks of a replica are on one host; set tensor_parallel_size",
+    "enable_chunked_prefill": "on the CPU vLLM cannot cut the prompt of a request that has a seed",
+    "disable_log_stats": "stats of the engine become metrics",
+}
+"""Engine arguments of vLLM that are not the user's, and why; all of data parallelism, too."""
+
+
+class VllmEngineOptions(Section):
+    absent: ClassVar[dict[str, str]] = {
+        "num_pages": "vLLM sizes its KV cache by gpu_memory_utilization (device: cuda) or "
+        "kv_cache_gib (device: cpu)",
+        "max_running_requests": "vLLM calls it max_num_seqs",
+        "max_tokens_per_step": "vLLM calls it max_num_batched_tokens",
+        "enable_prefix_cache": "vLLM calls it enable_prefix_caching",
+        "kv_dtype": "vLLM calls it kv_cache_dtype; set extra: {kv_cache_dtype: fp8}",
+        "index_dtype": "vLLM chooses it itself; leave it out",
+        "quantization": "vLLM's replicas hold policy.dtype, which is what the weight sync writes "
+        "and hashes; leave it out, or set kind: m3",
+        "shadow_weights": "vLLM takes new weights while it is paused, not by a flip between two "
+        "copies; leave it out, or set kind: m3",
+    }
+    """Of the bundled runtime; told to who writes them here."""
+    tensor_parallel_size: Ranks = 1
+    """Ranks that split the layers of the same requests, on one host; a GPU each with device:
+    cuda."""
+    enable_expert_parallel: Bool = False
+    """Whether these ranks share the routed experts out whole, instead of splitting each."""
+    max_model_len: Annotated[Int, Field(ge=2)] | None = None
+    """Longest sequence; null: data.max_prompt_tokens + rollout.max_tokens, the longest of a run."""
+    max_num_seqs: Int = Field(default=256, ge=1)
+    """Requests that decode together."""
+    max_num_batched_tokens: Int = Field(default=8192, ge=1)
+    """Tokens of one engine step. With device: cuda longer prefills are done in chunks; with device:
+    cpu none is, so it must hold a sequence."""
+    gpu_memory_utilization: Annotated[Fraction, Field(gt=0)] = 0.9
+    """Share of a GPU's memory that a rank takes with device: cuda, the second copy of its weights
+    that a weight sync is received into not counted."""
+    kv_cache_gib: Float = Field(default=1.0, gt=0)
+    """GiB of the KV cache of a rank with device: cpu."""
+    enable_prefix_caching: Bool = False
+    """Keep the KV blocks of prompts for later ones. vLLM drops them at a new version only while no
+    request runs, so weight_sync.pause must be drain or recompute."""
+    enforce_eager: Bool = False
+    """With device: cuda, compile nothing and capture no graphs: starts sooner, decodes slower. With
+    device: cpu nothing is compiled anyway."""
+    start_timeout_s: Seconds = 900.0
+    """Longest start of a replica: imports, compilation, profiling of memory."""
+    extra: dict[str, Any] = Field(default={})
+    """Further engine arguments of vLLM (`EngineArgs`), which are checked by vLLM at the start; not
+    those that m3rl sets itself."""
+
+    @field_validator("extra")
+    @classmethod
+    def _leaves_alone_what_is_set(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        for name in extra:
+            if why := _refusal(name, list(cls.model_fields)):
+                raise ValueError(f"should not hold {name!r}, which m3rl sets itself: {why}")
+        return extra
+
+
+class VllmBackendConfig(BackendConfig):
+    """vLLM 0.32: any architecture that it shares with transformers."""
+
+    kind: Literal["vllm"]
+    engine: VllmEngineOptions = VllmEngineOptions()
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return self.engine.tensor_parallel_size
+
+    @property
+    def max_running(self) -> int:
+        return self.engine.max_num_seqs
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self.engine.max_model_len
+
+    @property
+    def has_fp8(self) -> bool:
+        return "fp8" in str(self.engine.extra.get("kv_cache_dtype", "auto"))
+
+
+def _refusal(name: str, own: list[str]) -> str | None:
+    """Why `extra` must not hold an engine argument; None: it may."""
+    plain = name.replace("-", "_")
+    if plain in own:
+        return f"set rollout.backend.engine.{plain}"
+    if plain.startswith("data_parallel_"):
+        return _REPLICAS
+    return SET_BY_M3RL.get(plain)

@@ -1,0 +1,82 @@
+"""The pool over Ray actors: one replica, from its start to its death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from m3rl.rollout.backend import BackendError
+from m3rl.rollout.placement import ray_cluster
+from m3rl.rollout.vllm_backend import VllmBackend
+from m3rl.types import GenerationRequest, SamplingSettings
+from tests.vllm.conftest import settings
+from tests.vllm.tiny_hf import greedy, load_qwen3
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster(2):
+        yield
+
+
+def request(name: str, max_tokens: int) -> GenerationRequest:
+    ids = np.array([5, 6, 7], np.int32)
+    return GenerationRequest(
+        name, name, 0, 0, ids, 1, SamplingSettings(0.0, 1.0, 0, 0.0, max_tokens)
+    )
+
+
+def test_a_replica_loads_generates_and_its_death_is_told(cluster, qwen3):
+    backend = VllmBackend(settings(qwen3 / "1"), 1, start_timeout_s=120)
+    try:
+        backend.wait_started()
+        assert [health.version for health in backend.health()] == [None]
+        with pytest.raises(BackendError, match="commit those of a version"):
+            backend.resume()
+        backend.load(str(qwen3 / "1"), 4)
+        outcome = backend.generate([request("r", 8)], timeout_s=20)
+        tokens, _ = greedy(load_qwen3(qwen3 / "1"), [5, 6, 7], 8)
+        assert outcome.generated["r"].token_ids.tolist() == tokens
+        (layout,) = backend.weight_layout(0)
+        assert layout[0].name == "model.embed_tokens.weight"
+        assert backend.gpus() == {"replica 0 rank 0": None}
+        assert backend.prompt_lengths() == (127, 127)
+        assert backend.stats()["engine/steps"] > 0
+        assert len(backend.receivers(0)) == 1
+        begin = time.monotonic()
+        os.kill(_pid(backend), signal.SIGKILL)
+        outcome = backend.generate([request("lost", 100)], timeout_s=20)
+        assert [lost.request_id for lost in outcome.lost] == ["lost"]
+        assert "died" in outcome.failures[0]
+        assert time.monotonic() - begin < 20
+    finally:
+        backend.close()
+
+
+def _pid(backend: VllmBackend) -> int:
+    import ray
+
+    return ray.get(backend.actor(0).health.remote())["pid"]
+
+
+def test_more_gpus_than_there_are_is_told_before_anything_starts(cluster, qwen3):
+    wanted = settings(qwen3 / "1")
+    wanted = type(wanted)(wanted.model_path, "float32", "cuda", tensor_parallel_size=4)
+    with pytest.raises(BackendError, match="need 8 GPUs and the cluster has 0"):
+        VllmBackend(wanted, 2)
+
+
+def test_a_replica_that_cannot_start_says_why(cluster, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of", "architectures": ["No"]}')
+    backend = VllmBackend(settings(tmp_path), 1, start_timeout_s=120)
+    try:
+        with pytest.raises(BackendError, match=r"could not start: .*unheard_of"):
+            backend.wait_started()
+    finally:
+        backend.close()

@@ -35,6 +35,7 @@ BENCHES = (
     "weight_sync",
     "train_attention",
     "train_step",
+    "train_memory",
     "demo",
 )
 

@@ -2,7 +2,8 @@
 
 What training M3 consists of, at real sizes on one GPU, forward and backward: the attention layer
 beside transformers' with SDPA, its sparse core beside dense FlashAttention, the experts beside a
-plain matrix product, and the log-probabilities of a whole vocabulary. `--cpu` runs small shapes.
+plain matrix product, the log-probabilities of a whole vocabulary, and the index branch's loss.
+`--cpu` runs small shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks import train_layer
+from benchmarks import train_index, train_layer
 from benchmarks.kernels.harness import Bench, floor_us, relative_error
 from benchmarks.record import RESULTS
 from benchmarks.train_layer import BENCH
@@ -289,6 +290,7 @@ PARTS: dict[str, Callable[[Bench, Shapes], None]] = {
     "core": run_core,
     "experts": run_experts,
     "logprobs": run_logprobs,
+    "index": train_index.run,
 }
 
 

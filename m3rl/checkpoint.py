@@ -11,9 +11,9 @@
 `latest` is for people and scripts. A run goes by the numbers and the manifests, since a kill
 between the two renames of a save leaves `latest` one behind.
 
-A checkpoint is written under a temporary name and becomes visible by one rename, after its manifest
-(size and SHA-256 of every file) and all bytes are on disk. A crash at any moment leaves the
-previous ones as they were.
+Every trainer rank writes files of the weights and of its own state. A checkpoint is written under a
+temporary name and becomes visible by one rename, after its manifest (size and SHA-256 of every
+file) and all bytes are on disk. A crash at any moment leaves the previous ones as they were.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,8 @@ MODEL_FILES = (
 """What may lie beside the weights and belongs to the model; written into every checkpoint."""
 MIN_FREE_BYTES = 1 << 20
 """With less left, a failure to write is put down to the full disk."""
+NUM_HASHERS = 16
+"""Files that are hashed at the same time."""
 _TEMPORARY = ".writing_"
 _REPLACED = ".replaced_"
 _FAULTY = ".faulty_"
@@ -198,11 +202,12 @@ def find_fault(path: Path, *, with_hashes: bool = True) -> str | None:
     return None
 
 
-def write_model_directory(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a new directory `path`, all or nothing; an older model there is replaced.
+@contextmanager
+def model_directory(path: Path) -> Iterator[Path]:
+    """A new directory to be filled inside, `writing_path(path)`, which becomes `path` all or
+    nothing at the end; an older model there is replaced.
 
-    It is filled under a temporary name beside `path` and renamed. A kill between the two renames
-    leaves the older model as `.replaced_…` until the next call.
+    A kill between the two renames leaves the older model as `.replaced_…` until the next call.
 
     Raises:
         CheckpointError: `path` holds something that is no part of a model.
@@ -210,12 +215,12 @@ def write_model_directory(path: Path, write: Callable[[Path], None]) -> None:
     path = path.resolve()
     if foreign := find_foreign(path):
         raise CheckpointError(f"{path} holds {foreign}, which is no part of a model; it stays")
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+    temporary = writing_path(path)
     replaced = path.with_name(f"{_REPLACED}{path.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        write(temporary)
+        yield temporary
         _sync_tree(temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -224,8 +229,20 @@ def write_model_directory(path: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
     temporary.rename(path)
-    _sync_path(path.parent)
+    sync_path(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def writing_path(path: Path) -> Path:
+    """Where `model_directory(path)` is filled."""
+    path = path.resolve()
+    return path.with_name(f"{_TEMPORARY}{path.name}")
+
+
+def write_model_directory(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a `model_directory`."""
+    with model_directory(path) as temporary:
+        write(temporary)
 
 
 def find_foreign(path: Path) -> str | None:
@@ -251,7 +268,7 @@ def _set_aside(folder: Path, faulty: list[Path], chosen: Path) -> None:
         path.rename(aside)
         logger.warning("%s is kept as %s; delete it when you are done with it", path.name, aside)
     _point_to(chosen)
-    _sync_path(folder)
+    sync_path(folder)
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
@@ -272,7 +289,7 @@ def _publish(folder: Path, temporary: Path, step: int) -> Path:
         final.rename(replaced)
     temporary.rename(final)
     _point_to(final)
-    _sync_path(folder)
+    sync_path(folder)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
 
@@ -318,12 +335,18 @@ def _steps(folder: Path) -> list[int]:
 
 
 def _manifest(path: Path, step: int) -> dict[str, Any]:
-    files = {
-        str(file.relative_to(path)): {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-        for file in sorted(path.rglob("*"))
-        if file.is_file()
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    entries = {
+        str(file.relative_to(path)): {"bytes": file.stat().st_size, "sha256": sha256}
+        for file, sha256 in zip(files, _all_sha256(files), strict=True)
     }
-    return {"step": step, "files": files}
+    return {"step": step, "files": entries}
+
+
+def _all_sha256(files: list[Path]) -> list[str]:
+    """Hashing lets go of the interpreter, so threads share the work."""
+    with ThreadPoolExecutor(NUM_HASHERS) as pool:
+        return list(pool.map(_sha256, files))
 
 
 def _sha256(file: Path) -> str:
@@ -340,11 +363,12 @@ def _write_text(path: Path, text: str) -> None:
 
 def _sync_tree(path: Path) -> None:
     for entry in sorted(path.rglob("*")):
-        _sync_path(entry)
-    _sync_path(path)
+        sync_path(entry)
+    sync_path(path)
 
 
-def _sync_path(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Returns once the bytes of a file, or the names in a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

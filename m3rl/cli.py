@@ -1,4 +1,4 @@
-"""The command `m3rl`: train, rollout, eval, sft, check, doctor.
+"""The command `m3rl`: train, rollout, eval, sft, check, merge, doctor.
 
 Exit codes: 0 done, 1 failed (without a traceback where the message says it all), 2 the
 configuration cannot work, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM).
@@ -112,6 +112,23 @@ def _parser() -> argparse.ArgumentParser:
         "--gpus", type=_sizes, metavar="LIST", help="plan for these numbers of GPUs: 2,4,8"
     )
     check.set_defaults(run=_check)
+    merge = commands.add_parser(
+        "merge",
+        help="turn a checkpoint into a model directory, adapters merged into their base",
+        description="Write a checkpoint of `m3rl train` or `m3rl sft` as a model that model.path, "
+        "`m3rl eval` and the runtime read. Adapters of policy.lora are merged into the model that "
+        "they were trained on.",
+        epilog=EXIT_CODES,
+    )
+    merge.add_argument(
+        "source", metavar="CHECKPOINT", type=Path, help="RUN/checkpoints/step_NNNNNN, or RUN"
+    )
+    merge.add_argument("target", metavar="OUT", type=Path, help="a directory that is not there yet")
+    merge.add_argument("--base", type=Path, help="where the model of adapters is now, if it moved")
+    merge.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights"
+    )
+    merge.set_defaults(run=_merge)
     doctor = commands.add_parser("doctor", help="look for what is missing on this machine")
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="also check this YAML file")
     _add_overrides(doctor)
@@ -219,6 +236,15 @@ def _print_problems(error: ConfigError, where: str = "") -> None:
     """Each line is a problem; one that is indented goes on with the one before."""
     for line in str(error).splitlines():
         print(line if line.startswith(" ") else f"error: {where}{line}", file=sys.stderr)
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from m3rl.lora.merge import merge_checkpoint
+
+    source, target = arguments.source, arguments.target
+    merge_checkpoint(source, target, base=arguments.base, dtype=arguments.dtype)
+    print(target)
+    return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

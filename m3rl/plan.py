@@ -5,6 +5,7 @@ Reads JSON files and safetensors headers only: it imports neither ray, torch nor
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,13 +25,7 @@ from m3rl.config import Config, ConfigError
 from m3rl.config_policy import lora_settings
 from m3rl.model_layout import ModelLayoutError, is_m3
 from m3rl.plan_any import AnyPlan, make_any_plan
-from m3rl.plan_files import (
-    dataset_problems,
-    is_here,
-    missing_reward,
-    run_dir_problems,
-    vision_parameters,
-)
+from m3rl.plan_files import dataset_problems, is_here, missing_reward, run_dir_problems
 from m3rl.plan_fit import micro_batches, remedies
 from m3rl.plan_lora import plan_rank
 from m3rl.plan_notices import config_notices
@@ -38,9 +33,10 @@ from m3rl.plan_time import Demand
 from m3rl.plan_trainer import TrainerMemory, TrainerSetting
 from m3rl.plan_vllm import (
     longest_row,
-    look_at_vllm,
+    missing_vllm,
     vllm_m3_problems,
     vllm_memory,
+    vllm_model_problems,
 )
 from m3rl.sync_plan import SyncSetting
 from m3rl.weight_sync.errors import LayoutError
@@ -135,8 +131,11 @@ def make_plan(
         where += faults
     for fault, is_missing in dataset_problems(config):
         (needed if is_missing and not is_launch else problems).append(fault)
-    if model is not None and generates:
-        look_at_vllm(config, path, problems, problems if is_launch else needed)
+    if model is not None and config.rollout.backend.kind == "vllm":
+        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        problems += vllm_model_problems(config, raw)
+    if generates and (absent := missing_vllm(config)):
+        (problems if is_launch else needed).append(absent)
     problems += run_dir_problems(config)
     if problems or sizes is None:
         raise ConfigError("\n".join(problems))
@@ -204,7 +203,7 @@ def _plan_of(
         name=config.run.name,
         num_replicas=sync.num_replicas,
         parameters=count_parameters(model),
-        vision_parameters=vision_parameters(config.find(config.model.path)),
+        vision_parameters=_vision_parameters(config.find(config.model.path)),
         trainer=sizes.trainer,
         memory=sizes.memory,
         replica=sizes.replica,
@@ -354,3 +353,20 @@ def _demand_pages(demand: Demand, sync: SyncSetting, page: int) -> int:
     own = -(-demand.row // page) - shared
     running = min(per_group * demand.group_size, demand.max_running)
     return min(per_group, running) * shared + running * own
+
+
+def _vision_parameters(path: Path) -> int:
+    """Of tower, projector and patch merger, from the published config.json; 0 of a text model."""
+    raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    vision = raw.get("vision_config")
+    if not vision:
+        return 0
+    width, inner = vision["hidden_size"], vision["intermediate_size"]
+    out = raw.get("projector_hidden_size", vision["projection_dim"])
+    merged = vision["img_token_compression_config"]
+    pixels = vision["num_channels"] * merged["temporal_patch_size"] * vision["patch_size"] ** 2
+    # Weights and biases: two norms, four projections, two products.
+    layer = 4 * width + 4 * (width + 1) * width + 2 * width * inner + inner + width
+    tower = pixels * width + 2 * width + vision["num_hidden_layers"] * layer
+    patches = merged["spatial_merge_size"] ** 2 * out
+    return int(tower + (width + 1 + out + 1) * out + (patches + 1 + out + 1) * out)

@@ -7,7 +7,6 @@ each token what goes into and out of each of its matrices. Standard library only
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Collection, Iterator
@@ -30,7 +29,7 @@ from m3rl.model_layout import (
 )
 from m3rl.plan_files import dataset_problems, is_here, missing_reward, run_dir_problems
 from m3rl.plan_trainer import FP32, MIN_TILE_IDS, STAGED_BYTES, TILE_LOGITS, nonzero
-from m3rl.plan_vllm import look_at_vllm, vllm_memory
+from m3rl.plan_vllm import missing_vllm, vllm_memory, vllm_model_problems
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.trainer_layout import chunk, expert_of
 
@@ -90,38 +89,37 @@ def make_any_plan(
         f"{message} ({', '.join(f'{key} from {config.origin(key)}' for key in keys)})"
         for message, keys in architecture_conflicts(config, path, generates=generates)
     ]
-    for part, faults in _model_problems(config, path).items():
+    for part, faults in _model_problems(config, path, generates=generates).items():
         is_elsewhere = not is_launch and part != "model" and not is_here(path, part)
         is_required = part == "model" or part in required
         where = needed if is_elsewhere else problems if is_required else notices
         where += faults
     for fault, is_missing in dataset_problems(config):
         (needed if is_missing and not is_launch else problems).append(fault)
-    if generates:
-        look_at_vllm(config, path, problems, problems if is_launch else needed)
     problems += run_dir_problems(config)
+    if generates and (absent := missing_vllm(config)):
+        (problems if is_launch else needed).append(absent)
     if problems:
         raise ConfigError("\n".join(problems))
     needed += [] if is_launch else missing_reward(config)
-    plan = _plan_of(config, path, notices, needed)
-    too_large = list(_gpu_problems(config, plan))
-    if generates:
-        replica, refusal = _replica(config, plan.parameters)
-        plan = dataclasses.replace(plan, replica=replica)
-        too_large += [] if refusal is None else [refusal]
-    if too_large:
+    plan = _plan_of(config, path, notices, needed, generates=generates)
+    if too_large := list(_gpu_problems(config, plan)):
         raise ConfigError("\n".join(too_large))
     return plan
 
 
-def _model_problems(config: Config, path: Path) -> dict[str, list[str]]:
+def _model_problems(config: Config, path: Path, *, generates: bool) -> dict[str, list[str]]:
     """What is wrong with the model at `path`: 'model', 'tokenizer', 'weights' -> a line each."""
     content = read_model_config(path)
     vocab_size = content.get("vocab_size")
     found: dict[str, list[str]] = {"model": [], "tokenizer": [], "weights": []}
     found["tokenizer"] = own_tokenizer_problems(path, vocab_size, stop_ids(path))
     try:
-        found["model"] += _length_problems(config, max_positions(path))
+        positions = max_positions(path)
+        if generates and config.rollout.backend.kind == "vllm":
+            found["model"] += vllm_model_problems(config, content)
+        else:
+            found["model"] += _length_problems(config, positions)
     except ModelLayoutError as error:
         found["model"].append(f"model.path: {error} ({config.origin('model.path')})")
     try:
@@ -148,9 +146,18 @@ def _length_problems(config: Config, positions: int) -> Iterator[str]:
 
 
 def _plan_of(
-    config: Config, path: Path, notices: Collection[str], needed: Collection[str]
+    config: Config,
+    path: Path,
+    notices: Collection[str],
+    needed: Collection[str],
+    *,
+    generates: bool,
 ) -> AnyPlan:
-    """Add up what a run needs of a model whose files are right, as far as they are there."""
+    """Add up what a run needs of a model whose files are right, as far as they are there.
+
+    Raises:
+        ConfigError: a replica does not fit its GPU.
+    """
     try:
         slots = whole_layout(path, config.policy.dtype)
     except ModelLayoutError:  # none yet: `m3rl sft` makes them
@@ -169,22 +176,24 @@ def _plan_of(
         host_bytes=rank.adam if config.optimizer.offload else 0,
         sent_bytes=width * rank.own,
         received_bytes=width * rank.total,
-        replica={},
+        replica=_replica(config, slots) if slots and generates else {},
         step_tokens=rollout.prompts_per_step * rollout.group_size * row,
         notices=tuple(notices),
         needed=tuple(needed),
     )
 
 
-def _replica(config: Config, parameters: dict[str, int]) -> tuple[dict[str, int], str | None]:
-    """Bytes of one rank of a vLLM replica by use, and why it does not fit a GPU."""
-    backend, width = config.rollout.backend, DTYPE_BYTES[config.policy.dtype]
-    if backend.kind != "vllm" or not parameters:
-        return {}, None
-    weights = {name: width * count for name, count in parameters.items()}
-    gib = backend.gpu_memory_gib
-    plan, fault = vllm_memory(backend, weights, None if gib is None else int(gib * (1 << 30)))
-    return plan.uses, fault
+def _replica(config: Config, slots: Collection[TensorSlot]) -> dict[str, int]:
+    """Bytes of one rank of a replica by use; only vLLM's serve such a model."""
+    backend = config.rollout.backend
+    assert backend.kind == "vllm", "architecture_conflicts refuses the others"
+    width, memory_gib = DTYPE_BYTES[config.policy.dtype], backend.gpu_memory_gib
+    weights = {name: width * count for name, count in by_class(slots).items()}
+    gpu_bytes = None if memory_gib is None else int(memory_gib * (1 << 30))
+    memory, refusal = vllm_memory(backend, weights, gpu_bytes)
+    if refusal is not None:
+        raise ConfigError(refusal)
+    return {"weights": sum(memory.weights.values()), **memory.cache, **memory.buffers}
 
 
 def by_class(slots: Collection[TensorSlot]) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,20 +55,3 @@ def dataset_problems(config: Config) -> Iterator[tuple[str, bool]]:
         except ConfigError as error:
             file = dataset.path if dataset.kind == "file" else None
             yield str(error), file is not None and not config.find(file).exists()
-
-
-def vision_parameters(path: Path) -> int:
-    """Of tower, projector and patch merger, from the published config.json; 0 of a text model."""
-    raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    vision = raw.get("vision_config")
-    if not vision:
-        return 0
-    width, inner = vision["hidden_size"], vision["intermediate_size"]
-    out = raw.get("projector_hidden_size", vision["projection_dim"])
-    merged = vision["img_token_compression_config"]
-    pixels = vision["num_channels"] * merged["temporal_patch_size"] * vision["patch_size"] ** 2
-    # Weights and biases: two norms, four projections, two products.
-    layer = 4 * width + 4 * (width + 1) * width + 2 * width * inner + inner + width
-    tower = pixels * width + 2 * width + vision["num_hidden_layers"] * layer
-    patches = merged["spatial_merge_size"] ** 2 * out
-    return int(tower + (width + 1 + out + 1) * out + (patches + 1 + out + 1) * out)

@@ -88,8 +88,8 @@ class LoraRank(Rank):
         head = self.model.vocab_size * self.model.hidden_size
         return {"gathered weights": 2 * self.setting.width * head * self.is_sharded}
 
-    def weights_of(self, bucket: str) -> dict[str, int]:
-        width, units = self.setting.width, dict(self.units[bucket])
+    def weights_of(self, buckets: list[str]) -> dict[str, int]:
+        width, units = self.setting.width, dict(self.units[buckets[-1]])
         experts = units.get("experts")
         matrix = 2 * self.model.intermediate_size * self.model.hidden_size
         made = 0

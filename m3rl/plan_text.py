@@ -48,7 +48,7 @@ def gpu_table(plan: Plan | AnyPlan, sizes: Sequence[int]) -> tuple[str, bool]:
     """One row for each number of GPUs, and whether any of them works (`plan_fit.split`).
 
     Raises:
-        ConfigError: the model is no M3, or replicas are vLLM's, which measure their memory when
+        ConfigError: the model is no M3; or replicas are vLLM's, which measure their memory when
             they start.
     """
     if isinstance(plan, AnyPlan):

@@ -18,6 +18,7 @@ from functools import cache
 from inference.config import MOE, SPARSE, ModelConfig
 from inference.memory import DTYPE_BYTES, NCCL_BYTES, RESERVED_BYTES
 from m3rl.lora.settings import LoraSettings
+from m3rl.plan_index import IndexLossMemory
 from m3rl.sync_plan import trainer_parameters
 from m3rl.weight_sync.layout import volume
 from m3rl.weight_sync.trainer_layout import TrainerShards, held_region
@@ -275,17 +276,20 @@ class Rank:
             present = self.gradients("post", *buckets[layer + 1 :])
         return {
             "gradients": present,
-            **self.weights_of(bucket),
+            **self.weights_of(buckets[: layer + 1]),
             "kept by layers": self.kept(layer),
             **self.activations(layer),
         }
 
-    def weights_of(self, bucket: str) -> dict[str, int]:
-        """Weights of a layer in the wire's dtype, and their gradients on the way."""
-        units, width = self.units[bucket], self.setting.width
+    def weights_of(self, buckets: list[str]) -> dict[str, int]:
+        """Weights of the last of these layers in the wire's dtype, and their gradients on the way;
+        without checkpointing the weights of those before it wait for their turn, too."""
+        bucket, width = buckets[-1], self.setting.width
+        units = self.units[bucket]
         trained = sorted((unit.trained for unit in units.values()), reverse=True)
         if not self.is_sharded:
-            rounded = self.rounded(bucket if self.setting.checkpointing else None)
+            waiting = [bucket] if self.setting.checkpointing else buckets
+            rounded = sum(map(self.rounded, waiting))
             fresh = 0 if self.is_first else FP32 * max(u.largest for u in units.values())
             return {"rounded weights": rounded, "fresh gradients": width * trained[0] + fresh}
         ahead = max(
@@ -322,6 +326,8 @@ class Rank:
         kv = model.num_key_value_heads * model.head_dim
         # Normed input, queries before and after their norm, keys likewise, values, output, stream.
         attention = width * (2 * C + 3 * q + 3 * kv) + FP32 * model.num_attention_heads
+        if (index_loss := self.index_loss(layer)) is not None:
+            attention += -(-index_loss.kept // self.tokens)
         if setting.cp > 1:
             attention += width * 2 * kv * setting.cp
         if model.mlp_layer_types[layer] != MOE:
@@ -331,13 +337,20 @@ class Rank:
         moe += round(self.rows() * width * (2 * model.intermediate_size + (setting.ep > 1) * C))
         return attention, moe, width * 3 * model.shared_intermediate_size
 
+    def index_loss(self, layer: int) -> IndexLossMemory | None:
+        """What the index branch's loss takes in a layer that has it."""
+        setting, model = self.setting, self.model
+        if not setting.trains_index or model.layer_types[layer] != SPARSE:
+            return None
+        return IndexLossMemory(model, setting.width, self.tokens, setting.micro_batch_tokens)
+
     def rows(self) -> float:
         """Rows of experts for each of this rank's tokens."""
         return self.model.num_experts_per_tok * (1.0 if self.setting.ep == 1 else IMBALANCE)
 
     def activations(self, layer: int) -> dict[str, int]:
         """What a layer keeps, and the most that its backward pass adds: in its MLP, or in its
-        attention, when what the MLP kept is gone."""
+        attention or the index branch's loss, when what the MLP kept is gone."""
         model, width, C = self.model, self.setting.width, self.model.hidden_size
         attention, mlp, shared = self.kept_parts(layer)
         stream = 2 * width * C
@@ -350,11 +363,17 @@ class Rank:
             added = max(added, shared + 3 * width * model.shared_intermediate_size)
         else:
             added = 3 * width * model.dense_intermediate_size
-        in_mlp, in_attention = self.tokens * (mlp + added), self.attention_backward(layer)
-        kept = {"a layer's stream and attention": self.tokens * (attention + stream)}
-        if in_attention > in_mlp:
-            return kept | {"attention's backward pass": in_attention}
-        return kept | {"its MLP or experts": in_mlp}
+        kept = self.tokens * (attention + stream)
+        added_in = {
+            "its MLP or experts": self.tokens * (mlp + added),
+            "attention's backward pass": self.attention_backward(layer),
+        }
+        if (index_loss := self.index_loss(layer)) is not None:
+            added_in["loss of the index branch"] = index_loss.added
+            # What it kept is gone then.
+            added_in["attention's backward pass"] -= index_loss.kept
+        most = max(added_in, key=lambda use: added_in[use])
+        return {"a layer's stream and attention": kept, most: added_in[most]}
 
     def attention_backward(self, layer: int) -> int:
         model, width, tokens = self.model, self.setting.width, self.tokens

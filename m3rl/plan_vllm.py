@@ -6,7 +6,6 @@ Reads config.json alone; imports neither vllm nor torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from inference.config import ModelConfig
@@ -14,25 +13,21 @@ from inference.memory import MemoryPlan, size_text
 from inference.parallel.config import ParallelConfig
 from m3rl.config import Config
 from m3rl.config_vllm import VllmBackendConfig
-from m3rl.model_layout import read_model_config
 from m3rl.rollout.backend import BackendError
 from m3rl.rollout.vllm_version import installed_version
 
 MAX_POSITIONS = "max_position_embeddings"
 
 
-def look_at_vllm(config: Config, path: Path, problems: list[str], needed: list[str]) -> None:
-    """Add what stands between vLLM, if replicas of it are to start, and the model or this machine.
-
-    vLLM is not imported for it.
-    """
+def missing_vllm(config: Config) -> str | None:
+    """Why this machine cannot start the replicas that are wanted; vLLM is not imported for it."""
     if config.rollout.backend.kind != "vllm":
-        return
-    problems += vllm_model_problems(config, read_model_config(path))
+        return None
     try:
         installed_version()
     except BackendError as error:
-        needed.append(str(error))
+        return str(error)
+    return None
 
 
 def longest_row(config: Config) -> int:

@@ -19,6 +19,7 @@ from inference.models.weights import write_checkpoint
 from m3rl.architecture import Architecture, InitialScales
 from m3rl.checkpoint import CheckpointError
 from m3rl.parallel.mesh import RankMesh
+from m3rl.parallel.save import save_together
 from m3rl.parallel.shards import Shards
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.layout import Bounds, starts, whole
@@ -96,22 +97,23 @@ class PolicyWeights(nn.Module):
         except RuntimeCheckpointError as error:
             raise CheckpointError(str(error)) from error
 
+    @torch.no_grad()
     def save(self, path: str | Path, dtype: str) -> None:
         """Write all weights into a directory without any, under published names (see `export`);
-        rank 0 writes.
+        all ranks call it, and each writes files of its own.
 
         Raises:
-            CheckpointError: there are weights already, or a file cannot be written.
+            CheckpointError: there are weights already, a file cannot be written, or ranks do not
+                see one another's files.
         """
-        tensors = self.export(dtype)
+        if self._shards is not None:
+            dtypes = {name: self._stored_dtype(name, DTYPES[dtype]) for name in self._specs}
+            save_together(Path(path), self._shards, dtypes, max_shard_bytes=MAX_SHARD_BYTES)
+            return
         try:
-            if self.mesh is None or self.mesh.rank == 0:
-                write_checkpoint(path, tensors, max_shard_bytes=MAX_SHARD_BYTES)
+            write_checkpoint(path, self.export(dtype), max_shard_bytes=MAX_SHARD_BYTES)
         except RuntimeCheckpointError as error:
             raise CheckpointError(str(error)) from error
-        finally:
-            for _ in tensors:  # the other ranks send what they own, whatever becomes of it here
-                pass
 
     def save_trained(self, path: str | Path, model_path: str | Path) -> None:
         """Write into directory `path` what training changed of the model at `model_path`; all ranks
@@ -217,12 +219,16 @@ class PolicyWeights(nn.Module):
             dtype: 'float32' gives the masters themselves; None gives wire dtypes.
         """
         rounded = self.dtype if dtype is None else DTYPES[dtype]
-        for name, spec in self._specs.items():
-            chosen = self._master_dtype if spec.is_fp32 else rounded
+        for name in self._specs:
+            chosen = self._stored_dtype(name, rounded)
             if self._shards is None:
                 yield name, self._master(name).to(chosen)
             elif (tensor := self._shards.gathered(name, chosen)) is not None:
                 yield name, tensor
+
+    def _stored_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Of a published tensor in files that hold others in `dtype`."""
+        return self._master_dtype if self._specs[name].is_fp32 else dtype
 
     @torch.no_grad()
     def wire_state(self) -> dict[str, Tensor]:

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from m3rl.checkpoint import CheckpointError
+from m3rl.parallel.mesh import RankMesh
+from m3rl.parallel.save import raise_together
 
 
 def save_rank_state(
@@ -41,6 +43,24 @@ def save_rank_state(
     (path / "ranks").mkdir(exist_ok=True)
     state = {"step": step, "world_size": world_size, "ep": ep, "rng": rng_state()}
     torch.save(state, path / "ranks" / f"{rank:05d}.pt")
+
+
+def require_all_ranks(path: Path, mesh: RankMesh | None) -> None:
+    """After `save_rank_state`; all ranks call it.
+
+    Raises:
+        CheckpointError: on all, if rank 0 does not see what the others wrote.
+    """
+    fault = None
+    raise_together(mesh, fault)  # all have written
+    if mesh is not None and mesh.rank == 0:
+        for rank in range(mesh.size):
+            if not (path / "ranks" / f"{rank:05d}.pt").is_file():
+                fault = (
+                    f"does not see the state of trainer rank {rank} in {path}; it must lie on a "
+                    "file system that the hosts of all trainer ranks share (run.dir)"
+                )
+    raise_together(mesh, fault)
 
 
 def load_rank_state(

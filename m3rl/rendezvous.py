@@ -56,10 +56,12 @@ class Rendezvous:
             RendezvousError: that cannot be.
         """
         self.host = host
-        # A socket of the address's own family: behind the dual-stack one that TCPStore opens, IPv4
-        # peers look like ::ffff:1.2.3.4, and it asks the name server about each of them.
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, 0), family=family, backlog=128)
+        try:
+            listener = _listener(host)
+        except OSError as error:
+            raise RendezvousError(
+                f"cannot listen on {host}, by which members are to reach this machine: {error}"
+            ) from error
         self.port = int(listener.getsockname()[1])
         self._timeout_s = timeout_s
         self._numbers = itertools.count()
@@ -81,3 +83,10 @@ class Rendezvous:
     def new_meeting(self) -> Meeting:
         """Apart from all others, so that nobody finds what members of an earlier one have left."""
         return Meeting(self.host, self.port, f"meeting {next(self._numbers)}", self._timeout_s)
+
+
+def _listener(host: str) -> socket.socket:
+    """A socket of the address's own family: behind the dual-stack one that TCPStore opens, IPv4
+    peers look like ::ffff:1.2.3.4, and it asks the name server about each of them."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, 0), family=family, backlog=128)

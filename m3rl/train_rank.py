@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from m3rl.block_drift import BlockDrift
-from m3rl.checkpoint import CheckpointError, read_model_files, write_model_directory
+from m3rl.checkpoint import CheckpointError, read_model_files
 from m3rl.grpo.batch import plan_micro_batches, sharding_metrics, split_minibatches
 from m3rl.grpo.loss import (
     LossInputs,
@@ -30,12 +30,13 @@ from m3rl.grpo.replay import ChoiceStats
 from m3rl.index_alignment import IndexLoss
 from m3rl.observed import Observed
 from m3rl.optimizer import Optimizer
+from m3rl.parallel.save import shared_model_directory
 from m3rl.policy import Policy
 from m3rl.policy_any import policy_of
 from m3rl.policy_packed import Forward, PackedPolicy
 from m3rl.rank_group import RankGroup, deterministic
 from m3rl.rank_settings import RankSettings
-from m3rl.rank_state import load_rank_state, save_rank_state
+from m3rl.rank_state import load_rank_state, require_all_ranks, save_rank_state
 from m3rl.types import TrainBatch
 
 LossOf = Callable[[MicroBatch, Tensor, Tensor], LossOutput]
@@ -211,8 +212,12 @@ class TrainRank:
         return self.policy.master_hash()
 
     def save(self, path: str | Path) -> None:
-        """Write this rank's part of a checkpoint into `path`; rank 0 makes it a model path too, or
-        with LoRA a folder that peft reads."""
+        """Write this rank's part of a checkpoint into `path`, which becomes a model path too, or
+        with LoRA a folder that peft reads.
+
+        Raises:
+            CheckpointError: a rank could not write its part, or rank 0 does not see it.
+        """
         path = Path(path)
         self._write_model(path, None)
         if self._drift is not None:
@@ -225,6 +230,7 @@ class TrainRank:
             self.policy_version,
             ep=self.settings.ep,
         )
+        require_all_ranks(path, self._group.mesh)
 
     def load(self, path: str | Path) -> int:
         """Go on from a checkpoint of `save`, after `load_initial`, bit for bit as if never stopped.
@@ -255,14 +261,12 @@ class TrainRank:
         Args:
             dtype: 'float32' keeps the masters; 'bfloat16' rounds all but the router's tensors.
         """
-        if self.rank == 0:
-            write_model_directory(Path(path), lambda folder: self._write_model(folder, dtype))
-        else:
-            self._write_model(Path(path), dtype)
+        with shared_model_directory(Path(path), self._group.mesh) as folder:
+            self._write_model(folder, dtype)
 
     def _write_model(self, path: Path, dtype: str | None) -> None:
-        """Rank 0 writes all weights, or with None what was trained; the others give it what they
-        own."""
+        """All ranks write the weights, or with None what was trained; rank 0 what goes with
+        them."""
         if dtype is None:
             self.policy.save_trained(path, self._model_path)
         else:

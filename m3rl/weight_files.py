@@ -20,6 +20,11 @@ def weight_files(path: Path) -> list[Path]:
     single = path / "model.safetensors"
     if single.is_file():
         return [single]
+    if not index.is_file() and (path / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{path}: holds adapters, not weights; `m3rl merge {path} OUT` merges them into their "
+            "base: then name OUT"
+        )
     if not index.is_file():
         raise ValueError(
             f"{path}: neither model.safetensors nor model.safetensors.index.json; copy the weights "

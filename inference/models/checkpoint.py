@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -50,6 +50,11 @@ def list_tensors(path: Path) -> dict[str, StoredTensor]:
     index = path / INDEX_FILE
     if index.exists():
         return _list_indexed(index)
+    if not (path / SINGLE_FILE).exists() and (path / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{path} holds adapters, not a model; merge them into their base (`m3rl merge`) and "
+            "give that directory"
+        )
     files = [path / SINGLE_FILE] if (path / SINGLE_FILE).exists() else [*path.glob("*.safetensors")]
     if not files:
         raise CheckpointError(f"{path} holds no safetensors file; is the download complete?")
@@ -154,28 +159,51 @@ def write_checkpoint(
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    if present := sorted(file.name for file in folder.glob("*.safetensors*")):
-        raise CheckpointError(f"{folder} already holds {present[0]}; write into an empty directory")
+    refuse_weights(folder)
     shards: list[list[str]] = []
     total_size = 0
     for shard in _shards(tensors, max_shard_bytes, prefix):
         total_size += sum(tensor.nbytes for tensor in shard.values())
         if repeated := [name for names in shards for name in names if name in shard]:
             raise CheckpointError(f"{repeated[0]} was given twice")
-        _save(shard, folder / f"shard-{len(shards):05}.safetensors")
+        write_shard(folder / f"shard-{len(shards):05}.safetensors", shard)
         shards.append(list(shard))
     if not shards:
         raise CheckpointError(f"no tensor to write into {folder}")
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
-        file = SINGLE_FILE
-        if len(shards) > 1:
-            file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        file = shard_name(i, len(shards))
         (folder / f"shard-{i:05}.safetensors").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_index(folder, weight_map, total_size)
+
+
+def refuse_weights(folder: Path) -> None:
+    """Of a directory that is to be written.
+
+    Raises:
+        CheckpointError: it holds weights.
+    """
+    if present := sorted(file.name for file in folder.glob("*.safetensors*")):
+        raise CheckpointError(f"{folder} already holds {present[0]}; write into an empty directory")
+
+
+def shard_name(place: int, num_shards: int) -> str:
+    """Of the file at `place`, from 0, of a checkpoint of so many."""
+    return (
+        SINGLE_FILE if num_shards == 1 else f"model-{place + 1:05}-of-{num_shards:05}.safetensors"
+    )
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) -> None:
+    """Write which file holds each tensor.
+
+    Args:
+        total_size: bytes of all tensors.
+    """
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _shards(
@@ -189,21 +217,29 @@ def _shards(
             shard, held = {}, 0
         if prefix + name in shard:
             raise CheckpointError(f"{prefix + name} was given twice")
-        shard[prefix + name] = _own_copy(tensor)
+        shard[prefix + name] = own_copy(tensor)
         held += tensor.nbytes
     if shard:
         yield shard
 
 
-def _own_copy(tensor: Tensor) -> Tensor:
+def own_copy(tensor: Tensor) -> Tensor:
     """On the CPU, contiguous, and not a view: safetensors refuses tensors that share memory."""
     tensor = tensor.detach().cpu().contiguous()
     is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if is_whole else tensor.clone()
 
 
-def _save(shard: dict[str, Tensor], file: Path) -> None:
-    """With the mode that the umask gives: safetensors renames a temporary file of mode 0600."""
+def write_shard(file: Path, shard: dict[str, Tensor]) -> None:
+    """Write one safetensors file with the mode that the umask gives: safetensors renames a
+    temporary file of mode 0600.
+
+    Args:
+        shard: see `own_copy`.
+
+    Raises:
+        CheckpointError: it cannot be written (a full disk); nothing of it stays behind.
+    """
     try:
         file.touch()
         mode = stat.S_IMODE(file.stat().st_mode)

@@ -20,8 +20,13 @@ from inference.models.checkpoint import (
     CheckpointError,
     StoredTensor,
     list_tensors,
+    own_copy,
     read_tensors,
+    refuse_weights,
+    shard_name,
     write_checkpoint,
+    write_index,
+    write_shard,
 )
 from inference.models.name_map import (
     Placement,
@@ -37,12 +42,17 @@ __all__ = [
     "PublishedTensor",
     "TensorSpec",
     "check_checkpoint",
+    "own_copy",
     "published_tensors",
     "read_checkpoint",
     "read_plain",
+    "refuse_weights",
     "runtime_placement",
+    "shard_name",
     "transformers_placement",
     "write_checkpoint",
+    "write_index",
+    "write_shard",
 ]
 
 TEXT_PREFIX = "language_model."

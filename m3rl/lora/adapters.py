@@ -59,13 +59,14 @@ class Adapter(nn.Module):
         if base.ndim == 3:
             for place, expert in enumerate(range(*bounds[0])):
                 a, b = self.A[expert, :, first:last], self.B[expert, first_row:last_row]
-                _merge(base[place], a, b, self.scale, out[place])
+                merge_into(base[place], a, b, self.scale, out[place])
         else:
             a, b = self.A[:, first:last], self.B[first_row:last_row]
-            _merge(base, a, b, self.scale, out)
+            merge_into(base, a, b, self.scale, out)
 
 
-def _merge(base: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
+def merge_into(base: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
+    """Write base + scale · B · A into `out`, summed in FP64 and rounded once: matrices."""
     step = max(1, MERGED_ELEMENTS // base.shape[1])
     for first in range(0, len(base), step):
         rows = slice(first, first + step)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,21 +26,28 @@ from m3rl.lora.settings import LoraSettings
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 BASE_HASH = "base_hash"
-"""Key of the weights file's metadata."""
+DTYPE = "dtype"
+FROZEN_EXPERTS = "frozen_experts"
+"""Keys of the weights file's metadata."""
 
 
-def write_adapters(path: Path, adapters: Adapters, *, base_hash: str, model_path: str) -> None:
+def write_adapters(
+    path: Path, adapters: Adapters, *, base_hash: str, model_path: str, dtype: str
+) -> None:
     """Write both files into directory `path`.
 
     Args:
         base_hash: of the weights that the adapters belong to.
         model_path: of the base, for peft.
+        dtype: in which the base is held, and merged weights are.
     """
     tensors = {
         key: _as_stored(tensor, kind, stacks).detach().cpu().contiguous()
         for key, tensor, kind, stacks in _entries(adapters)
     }
-    save_file(tensors, path / WEIGHTS_FILE, metadata={"format": "pt", BASE_HASH: base_hash})
+    metadata = {"format": "pt", BASE_HASH: base_hash, DTYPE: dtype}
+    metadata[FROZEN_EXPERTS] = "mxfp8" if adapters.settings.mxfp8_experts else "auto"
+    save_file(tensors, path / WEIGHTS_FILE, metadata=metadata)
     config = peft_config(adapters.settings, model_path)
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True))
 
@@ -94,6 +102,63 @@ def read_adapters(path: Path, adapters: Adapters, *, base_hash: str) -> None:
         raise CheckpointError(f"{file}: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class StoredAdapters:
+    """Adapters in a folder that `write_adapters` wrote, read one at a time."""
+
+    path: Path
+    rank: int
+    scale: float
+    model_path: str
+    """Of the base, as it was when they were written."""
+    base_hash: str
+    dtype: str
+    mxfp8_experts: bool
+    keys: frozenset[str]
+
+    @classmethod
+    def open(cls, path: Path) -> StoredAdapters:
+        """
+        Raises:
+            CheckpointError: `path` holds none, or none that this project wrote.
+        """
+        try:
+            config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+            with safe_open(path / WEIGHTS_FILE, framework="pt") as stored:
+                metadata, keys = stored.metadata() or {}, frozenset(stored.keys())
+            return cls(
+                path=path,
+                rank=int(config["r"]),
+                scale=config["lora_alpha"] / config["r"],
+                model_path=str(config["base_model_name_or_path"]),
+                base_hash=metadata[BASE_HASH],
+                dtype=metadata[DTYPE],
+                mxfp8_experts=metadata[FROZEN_EXPERTS] == "mxfp8",
+                keys=keys,
+            )
+        except KeyError as error:
+            raise CheckpointError(
+                f"{path}: the adapters do not say their {error}; only those of a checkpoint of "
+                "`m3rl train` are read, others merge with peft"
+            ) from None
+        except (OSError, ValueError, TypeError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: no adapters can be read: {error}") from error
+
+    def pair(self, param: str) -> tuple[Tensor, Tensor] | None:
+        """A and B of a parameter, transformers' name, laid out as `Adapter` has them; None: it is
+        not adapted."""
+        is_stack = not param.endswith(".weight")
+        letters = {letter: _key(param, letter, is_stack) for letter in "AB"}
+        if not self.keys.issuperset(letters.values()):
+            return None
+        with safe_open(self.path / WEIGHTS_FILE, framework="pt") as stored:
+            a, b = (stored.get_tensor(key) for key in letters.values())
+        if is_stack:
+            a = a.unflatten(0, (-1, self.rank))
+            b = b.reshape(len(b), self.rank, -1).permute(2, 0, 1)
+        return a, b
+
+
 def _fill(
     file: Path, key: str, tensor: Tensor, source: Tensor, kind: str, num_experts: int
 ) -> None:
@@ -114,12 +179,17 @@ def _entries(adapters: Adapters) -> Iterator[tuple[str, Tensor, str, int]]:
     """(peft's key, A or B, 'A' or 'B', number of experts or 0)."""
     for name in adapters.names:
         adapter: Adapter = adapters[name]
-        module, _, kind = name.rpartition(".")
         num_experts = len(adapter.A) if adapter.A.ndim == 3 else 0
-        if num_experts and kind == "gate_up_proj":
-            module += ".base_layer"
         for letter, tensor in (("A", adapter.A), ("B", adapter.B)):
-            yield f"base_model.model.{module}.lora_{letter}.weight", tensor, letter, num_experts
+            yield _key(name, letter, num_experts > 0), tensor, letter, num_experts
+
+
+def _key(param: str, letter: str, is_stack: bool) -> str:
+    """peft's, of the parameter `param` by transformers' name."""
+    module, _, kind = param.rpartition(".")
+    if is_stack and kind == "gate_up_proj":
+        module += ".base_layer"
+    return f"base_model.model.{module}.lora_{letter}.weight"
 
 
 def _as_stored(tensor: Tensor, kind: str, num_experts: int) -> Tensor:

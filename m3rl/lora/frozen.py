@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as m3
 
-from inference.kernels.mxfp8 import BLOCK_SIZE, MXFP8Tensor, dequantize, quantize_into
+from inference.kernels.mxfp8 import BLOCK_SIZE, MXFP8Tensor, quantize_into, widen
 from m3rl.weight_sync.trainer_layout import Place
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -105,8 +105,12 @@ def fill(target: MXFP8Tensor, source: Tensor | MXFP8Tensor) -> None:
 
 
 def widened(source: Tensor | MXFP8Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor as it is, or the values of MXFP8, which BF16 holds exactly."""
-    return dequantize(*source, dtype) if isinstance(source, MXFP8Tensor) else source
+    """A tensor as it is, or the values of MXFP8, which BF16 holds exactly.
+
+    Scales were looked at when they were read: a sync reads every expert, and would wait for the
+    device as often.
+    """
+    return widen(*source, dtype) if isinstance(source, MXFP8Tensor) else source
 
 
 def _modules(model: nn.Module, kind: type[nn.Module]) -> Iterator[Any]:

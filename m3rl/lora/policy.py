@@ -130,7 +130,11 @@ class LoraPolicy(Policy):
         base_hash = self.base_hash()
         if self.mesh is None or self.mesh.rank == 0:
             write_adapters(
-                Path(path), self.adapters, base_hash=base_hash, model_path=str(model_path)
+                Path(path),
+                self.adapters,
+                base_hash=base_hash,
+                model_path=str(model_path),
+                dtype=self.dtype_name,
             )
 
     def load_trained(self, path: str | Path) -> None:

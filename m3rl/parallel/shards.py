@@ -8,6 +8,7 @@ the correction bias and owns a part of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,7 @@ from inference.kernels.tensor_hash import combine, tensor_hash, unit_of
 from m3rl.architecture import Unit
 from m3rl.parallel.mesh import RankMesh
 from m3rl.types import TensorSlot
-from m3rl.weight_sync.layout import Bounds, extents, starts, whole
+from m3rl.weight_sync.layout import Bounds, starts, whole
 from m3rl.weight_sync.trainer_layout import (
     Part,
     Place,
@@ -159,24 +160,69 @@ class Shards:
 
         It travels in `dtype`.
         """
-        slot, rank = self._slots[name], self.mesh.rank
-        own = self.view(name).to(dtype) if name in self._parts else None
-        if rank != 0:
-            if own is not None:
-                dist.send(own.contiguous(), 0)
+        return self.exchange({0: (name, dtype)})
+
+    def exchange(self, wanted: Mapping[int, tuple[str, torch.dtype]]) -> Tensor | None:
+        """The published tensor that this rank wants, whole, if it does. All ranks call it at the
+        same time with the same `wanted`.
+
+        Args:
+            wanted: rank -> name of a tensor, and the dtype that it travels in.
+
+        Returns:
+            On the mesh's device; the rank's own memory where that is all of it in that dtype.
+        """
+        operations = []
+        pieces: list[tuple[int, Tensor, Tensor]] = []
+        for receiver, (name, dtype) in wanted.items():
+            is_owner = name in self._parts and receiver != self.mesh.rank
+            if is_owner and not self._owns_all(receiver, name):
+                own = self.view(name).to(dtype).contiguous()
+                operations.append(dist.P2POp(dist.isend, own, receiver))
+        mine = wanted.get(self.mesh.rank)
+        if mine is not None and self._owns_all(self.mesh.rank, mine[0]):
+            out = self.view(mine[0]).to(mine[1])
+        elif mine is not None:
+            out, pieces = self._begin(*mine)
+            operations += [dist.P2POp(dist.irecv, piece, rank) for rank, piece, _ in pieces]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        if mine is None:
             return None
-        if own is not None and self.bounds(name) == whole(slot.shape):
-            return own
-        out = torch.empty(slot.shape, dtype=dtype, device=self.mesh.device)
-        for owner, bounds in self._owners(name):
-            if owner == 0:
-                assert own is not None, "rank 0 owns what the layout says"
-                piece = own
-            else:
-                piece = torch.empty(extents(bounds), dtype=dtype, device=self.mesh.device)
-                dist.recv(piece, owner)
-            _cut(out, bounds).copy_(piece)
+        for _, piece, target in pieces:
+            if piece is not target:
+                target.copy_(piece)
         return out
+
+    def _begin(
+        self, name: str, dtype: torch.dtype
+    ) -> tuple[Tensor, list[tuple[int, Tensor, Tensor]]]:
+        """Memory for all of a published tensor with what this rank owns in it; and for each other
+        part the rank that sends it, where it is received, and where it belongs."""
+        out = torch.empty(self._slots[name].shape, dtype=dtype, device=self.mesh.device)
+        pieces = []
+        for owner, bounds in self._owners(name):
+            target = _cut(out, bounds)
+            if owner == self.mesh.rank:
+                target.copy_(self.view(name))
+            else:
+                is_plain = target.is_contiguous()
+                received = target if is_plain else target.contiguous()
+                pieces.append((owner, received, target))
+        return out, pieces
+
+    def owners(self, name: str) -> list[int]:
+        """Ranks that own a part of a published tensor, ascending."""
+        return [rank for rank, _ in self._owners(name)]
+
+    def num_bytes(self, name: str, dtype: torch.dtype) -> int:
+        """Of all of a published tensor in `dtype`."""
+        return math.prod(self._slots[name].shape) * dtype.itemsize
+
+    def _owns_all(self, rank: int, name: str) -> bool:
+        region = self.region(self._param(name), rank)
+        part = None if region is None else part_of(region, self._places[name].index)
+        return part is not None and part.bounds == whole(self._slots[name].shape)
 
     def hash(self) -> int:
         """`tensor_hash` of all published tensors, each mixed in units that fit its whole last

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import train_attention, train_layer, train_step
+from benchmarks import train_attention, train_layer, train_memory, train_step
 from benchmarks.kernels.harness import Bench
 from benchmarks.train_measure import TINY, cost_if_it_fits, model_config, published_config
 from benchmarks.train_peer import TransformersTrainer
@@ -48,7 +48,7 @@ def test_the_slices_are_m3_at_full_width():
 def test_every_part_of_the_attention_bench_runs_and_is_right(records, part):
     found, failures = records(lambda bench: train_attention.PARTS[part](bench, Shapes.tiny()))
     assert failures == []
-    assert len(found) == {"layer": 2, "core": 2}.get(part, 1)
+    assert len(found) == {"layer": 2, "core": 2, "index": 2}.get(part, 1)
     for record in found:
         assert max(record["correct"].values()) < 1e-5
         assert record.get("peer") == train_peer_of(part)
@@ -134,7 +134,24 @@ def test_the_peer_takes_a_step_and_leaves_the_index_branch_alone():
     assert same == {name for name in before if "indexer" in name}
 
 
-@pytest.mark.parametrize("command", ["train_attention", "train_step"])
+def test_planned_memory_is_recorded_where_it_is_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train_memory", "--cpu", "--results", str(tmp_path)])
+    assert train_memory.main() == 0
+    found = list(map(json.loads, (tmp_path / "train_memory.jsonl").open()))
+    assert [record["case"] for record in found] == list(train_memory.SMALL_CASES)
+    assert all(record["correct"]["|planned / measured - 1|"] < 1e-3 for record in found)
+    plan_rank = train_memory.plan_rank
+
+    def too_much(setting):
+        plan = plan_rank(setting)
+        return dataclasses.replace(plan, uses=plan.uses | {"more": plan.total_bytes // 10})
+
+    monkeypatch.setattr(train_memory, "plan_rank", too_much)
+    assert train_memory.main() == 1
+    assert len((tmp_path / "train_memory.jsonl").read_text().splitlines()) == len(found)
+
+
+@pytest.mark.parametrize("command", ["train_attention", "train_step", "train_memory"])
 def test_without_a_gpu_a_bench_says_so(command):
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{command}"],

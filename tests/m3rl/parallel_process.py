@@ -56,6 +56,18 @@ def learn(rank_id, num_ranks, meet_at, model, settings):
         rank.close()
 
 
+def run(rank_id, num_ranks, meet_at, model, settings, batches):
+    """Updates on batches, one after the other: their metrics, and the weights after them."""
+    rank = TrainRank(settings, rank_id, num_ranks, meet_at)
+    try:
+        rank.load_initial(model)
+        metrics = [rank.update(batch) for batch in batches]
+        weights = {n: t.numpy().copy() for n, t in rank.policy.export("float64")}
+        return {"metrics": metrics, "weights": weights}
+    finally:
+        rank.close()
+
+
 def timeouts(rank_id, num_ranks, meet_at, settings):
     """How long each group of the rank waits for the others."""
     rank = TrainRank(settings, rank_id, num_ranks, meet_at)

@@ -209,7 +209,7 @@ KILLED = textwrap.dedent(
         return wrapped
 
     checkpoint._write_text = dying(checkpoint._write_text)
-    checkpoint._sync_path = dying(checkpoint._sync_path)
+    checkpoint.sync_path = dying(checkpoint.sync_path)
     pathlib.Path.rename = dying(pathlib.Path.rename)
 
     def write(path):

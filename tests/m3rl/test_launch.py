@@ -1,6 +1,7 @@
 """Trainer ranks as real Ray actors: where they meet, and what is said of those that fail."""
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -120,8 +121,14 @@ def test_the_faults_of_ranks_are_told_in_a_line(cluster, monkeypatch, caplog):
     pids = ranks.all("pid")
 
     monkeypatch.setattr(launch, "WARN_EVERY_S", 0.4)
-    ranks.all("stall")
-    assert "stall: no answer from trainer rank 1 for" in caplog.text
+    assert ranks.all("pid") == pids
+    assert "no answer" not in caplog.text
+    for call in (lambda: ranks.all("stall"), lambda: ranks.one(1, "stall")):
+        caplog.clear()
+        call()
+        told = re.findall(r"stall: no answer from trainer rank 1 for (\d+) s", caplog.text)
+        assert len(told) == caplog.text.count("no answer") > 1, "again while it lasts"
+        assert told == sorted(told)
 
     for _ in range(2):  # of one replica, until the hashes are there and all is sent
         for rank in range(2):

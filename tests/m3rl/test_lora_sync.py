@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference.config import EngineConfig
 from inference.engine import Engine
+from inference.kernels.mxfp8 import dequantize
 from m3rl.weight_sync import transport as transport_module
 from m3rl.weight_sync.send import Sender
 from tests.m3rl.lora_cases import CONFIG, LORA, make, shake
@@ -14,6 +16,7 @@ from tests.m3rl.weight_sync.sync_fakes import FakeEngine, local_sync, store_with
 from tests.tiny_models import model_config, random_checkpoint
 
 MXFP8 = replace(LORA, mxfp8_experts=True)
+EXPERT = "model.layers.1.block_sparse_moe.experts.0.w1.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +54,16 @@ class Rank:
         return getattr(self.sender, name)
 
 
+class Waits(TorchDispatchMode):
+    """Counts what would have the host wait for a GPU: values that it reads."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
 def assert_same(engine, policy):
     for name, tensor in policy.export():
         assert torch.equal(engine.tensors[name], tensor), name
@@ -76,6 +89,19 @@ def test_after_the_first_sync_only_adapted_weights_travel(model, monkeypatch, lo
         # Place and value of each, a count for each tile of all.
         assert report.num_bytes == 4 * changed + 4 * len(sync.plan(0).ops)
         assert_same(engine, policy)
+
+
+@pytest.mark.parametrize("lora", [LORA, MXFP8], ids=["stays", "read anew"])
+def test_a_sync_reads_weights_without_waiting_for_the_device(model, lora):
+    policy = make(model, "bfloat16", lora)
+    if lora.mxfp8_experts:
+        with Waits() as waits:
+            dequantize(*policy._mxfp8(EXPERT), torch.bfloat16)
+        assert waits.count == 1, "it looks at the scales"
+    with Waits() as waits:
+        for slot in policy.layout():
+            policy.wire_view(slot.name, slot.bounds)
+    assert waits.count == 0
 
 
 def test_of_fixed_weights_nothing_is_remembered(model, monkeypatch):

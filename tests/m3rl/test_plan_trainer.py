@@ -12,6 +12,7 @@ from benchmarks.train_step import Slice
 from inference.config import ModelConfig
 from inference.kernels.packing import Packing
 from inference.models.name_map import transformers_placement
+from m3rl.index_alignment import IndexLoss, IndexLossSettings
 from m3rl.lora.settings import LoraSettings
 from m3rl.optimizer import Optimizer
 from m3rl.plan_fit import changes, fits, micro_batches, remedies
@@ -42,14 +43,18 @@ def bytes_of(tensors):
     return sum(tensor.nbytes for tensor in tensors)
 
 
+@pytest.mark.parametrize("trains_index", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_policys_masters_gradients_and_moments_take_what_was_planned(dtype):
-    policy = Policy(MODEL, dtype=dtype)
+def test_a_policys_masters_gradients_and_moments_take_what_was_planned(dtype, trains_index):
+    policy = Policy(MODEL, dtype=dtype, trains_index=trains_index)
     policy.init_random(0, std=0.1, embedding_std=1.0, bias_std=0.01)
     group = RankGroup(0, 1, None, device="cpu", num_threads=1, timeout_s=5)
     optimizer = Optimizer(policy, ADAMW, group)
     ids_T = torch.randint(3, MODEL.vocab_size, (40,))
-    logprobs_M, _ = policy(ids_T, Packing.of([40], "cpu"), torch.arange(1, 40), temperature=1.0)
+    loss = IndexLoss(IndexLossSettings(coef=0.1), 40.0, 40) if trains_index else None
+    logprobs_M, _ = policy(
+        ids_T, Packing.of([40], "cpu"), torch.arange(1, 40), temperature=1.0, index_loss=loss
+    )
     logprobs_M.sum().backward()
     measured = {
         "FP32 masters": bytes_of([*policy.parameters(), *policy.buffers()]),
@@ -58,7 +63,7 @@ def test_a_policys_masters_gradients_and_moments_take_what_was_planned(dtype):
     }
     optimizer.step(0.0)
     measured["AdamW moments"] = bytes_of(optimizer.tensors().values())
-    planned = plan_rank(TrainerSetting(MODEL, dtype)).uses
+    planned = plan_rank(TrainerSetting(MODEL, dtype, trains_index=trains_index)).uses
     assert planned == pytest.approx(measured, rel=0.02)
     assert sum(planned.values()) == pytest.approx(sum(measured.values()), rel=0.05)
 

@@ -25,6 +25,7 @@ __all__ = [
     "quantize",
     "quantize_into",
     "tensors_of",
+    "widen",
 ]
 
 SCALE_SUFFIX = "_scale_inv"
@@ -174,12 +175,20 @@ def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Raises:
         ValueError: shapes do not fit, or a scale byte is 255 (NaN).
     """
-    op = "mxfp8.dequantize"
-    _check_pair(op, values, scale)
-    on_cuda = use_kernel(op, values, scale)
     if bool((scale == reference.NAN_SCALE).any()):
         raise ValueError("mxfp8: a scale byte of 255 means NaN; the tensor is damaged")
-    if on_cuda:
+    return widen(values, scale, dtype)
+
+
+def widen(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `dequantize`, of scales that are known to hold no 255: does not wait for the device.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    op = "mxfp8.widen"
+    _check_pair(op, values, scale)
+    if use_kernel(op, values, scale):
         from inference.kernels.mxfp8 import kernel
 
         return kernel.dequantize(values, scale, dtype)

@@ -46,7 +46,8 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     def poison(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate_poisoned(*args: object, **kwargs: object) -> Tensor:
             tensor = allocate(*args, **kwargs)
-            return tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
+            tensor.detach().fill_(float("nan") if tensor.is_floating_point() else 77)
+            return tensor
 
         return allocate_poisoned
 

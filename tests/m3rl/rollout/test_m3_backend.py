@@ -148,6 +148,21 @@ def test_a_refused_request_ends_the_call_and_costs_no_replica(backend: M3Backend
     assert not backend.generate(REQUESTS, timeout_s=60).lost
 
 
+def test_only_the_replicas_that_are_named_generate(backend: M3Backend, model_path: Path) -> None:
+    """Others are alive, and may hold what nobody should read."""
+    backend.load(str(model_path), 9, [1])
+    for replica, version in ((0, 0), (1, 9)):
+        outcome = backend.generate(REQUESTS, timeout_s=60, replicas=[replica])
+        assert not outcome.lost
+        assert outcome.generated.keys() == {r.request_id for r in REQUESTS}
+        spans = [generated.version_spans for generated in outcome.generated.values()]
+        assert {int(version) for span in spans for version in span[:, 1]} == {version}
+    with pytest.raises(BackendError, match="no replica is left to generate on"):
+        backend.generate(REQUESTS, timeout_s=60, replicas=[])
+    assert backend.alive == [0, 1]
+    backend.load(str(model_path), 0, [1])
+
+
 def test_a_slow_replica_that_makes_progress_is_waited_for(cluster: None, model_path: Path) -> None:
     slow = M3Backend(settings(model_path), 1, replica_class=SlowReplica)
     slow.wait_started()

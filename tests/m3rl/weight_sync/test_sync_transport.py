@@ -180,6 +180,8 @@ def test_threads_of_ended_calls_run_later_ones_under_their_names():
 
 
 def test_a_store_that_cannot_be_or_is_not_there_is_told_with_its_address():
+    with pytest.raises(RendezvousError, match=r"cannot listen on 192\.0\.2\.1, by which members"):
+        Rendezvous("192.0.2.1", 1.0)  # of nobody (RFC 5737)
     with pytest.raises(RendezvousError, match=r"no store on 127\.0\.0\.1:\d+ within 0\.0001 s"):
         Rendezvous("127.0.0.1", 1e-4)
     with pytest.raises(RendezvousError, match=r"nobody listens on 127\.0\.0\.1:9 within 0\.2 s"):

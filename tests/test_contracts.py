@@ -29,6 +29,12 @@ DOORS = {
         "inference.kernels.tensor_hash",
     ),
     "m3rl/rollout/m3_ranks.py": ("inference.parallel",),
+    "m3rl/rollout/vllm_": (
+        "inference.config",
+        "inference.engine.coverage",
+        "inference.kernels.tensor_hash",
+        "inference.models.name_map",
+    ),
     "m3rl/sft.py": ("inference.config",),
     "m3rl/plan": ("inference.config", "inference.memory", "inference.parallel.config"),
     "m3rl/sync_plan.py": (

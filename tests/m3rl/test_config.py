@@ -288,6 +288,18 @@ def test_keys_that_work_or_were_never_written_are_not_told(tmp_path):
             ["policy.dtype=float32", "train.device=cuda"],
             "float32 is for train.device: cpu; .* set policy.dtype: bfloat16",
         ),
+        (
+            ["train.num_ranks=4", "train.parallel.ep=3"],
+            r"ep: 3 does not divide train.num_ranks: 4; use one of \[1, 2, 4\]",
+        ),
+        (
+            ["train.num_ranks=6", "train.parallel.cp=4"],
+            r"cp: 4 does not divide train.num_ranks: 6; use one of \[1, 2, 3, 6\]",
+        ),
+        (
+            ["rollout.backend.gpu_memory_gib=80"],
+            "80.0 is of a GPU, and rollout.backend.device: cpu uses none; set device: cuda",
+        ),
         (["data.eval=null"], "eval.at_start: True needs held-out prompts"),
         (["data.eval.seed=1", "data.eval.size=20"], "holds the same items as data.train"),
         (["reward.kind=function"], "target is None; give `kind: function` and"),

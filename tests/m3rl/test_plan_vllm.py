@@ -160,3 +160,24 @@ def test_the_tiny_configurations_for_both_backends_work_with_either(file):
     for kind in ("m3", "vllm"):
         found = plan(Config.load(CONFIGS / file, [f"rollout.backend.kind={kind}"]))
         assert all("vllm" in need for need in found.needed)
+
+
+def test_replicas_of_another_architecture_are_planned_and_refused_alike():
+    file = CONFIGS / "qwen_vllm_cpu.yaml"
+    uses = plan(Config.load(file)).replica
+    total = 4 * 468_736  # parameters in FP32
+    assert sum(uses.values()) == total + total + (1 << 29)
+    assert uses["weights of a sync, whole"] == total
+    on_gpus = ["rollout.backend.device=cuda", "rollout.backend.gpu_memory_gib=0.002"]
+    text = refusal(Config.load(file, on_gpus))
+    assert "a GPU of 2.0 MiB holds 1.8 MiB of weights" in text
+    three = ["rollout.backend.device=cuda", "rollout.backend.engine.tensor_parallel_size=3"]
+    assert "does not split 4 heads and 2 KV heads evenly; use one of [1, 2, 4]" in refusal(
+        Config.load(file, three)
+    )
+
+
+def test_a_warm_start_needs_no_vllm():
+    for file in ("qwen_vllm_cpu.yaml", "tiny_vllm_cpu.yaml"):
+        found = make_plan(Config.load(CONFIGS / file), is_launch=True, generates=False)
+        assert found.needed == ()

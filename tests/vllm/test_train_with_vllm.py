@@ -49,3 +49,11 @@ def test_grpo_with_vllm_survives_the_death_of_its_replica_and_probes_its_version
     lines = metrics(run.run_dir)
     assert sum(line["fault/worker_restarts"] for line in lines) == 1
     assert 0 < max(line.get("refit/probe_error", 0.0) for line in lines) < 1e-4
+
+
+@pytest.mark.timeout(400)
+def test_three_steps_of_another_architecture(tmp_path: Path) -> None:
+    run = Run("train", tmp_path / "run", "train.steps=3", config="configs/qwen_vllm_cpu.yaml")
+    run.finish()
+    check_steps(run, 3)
+    assert all(line["refit/checksum_ok"] == 1.0 for line in metrics(run.run_dir))

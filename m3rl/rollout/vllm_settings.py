@@ -134,6 +134,11 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     if settings.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
     if settings.device == "cpu":
+        if settings.enable_expert_parallel:
+            raise BackendError(
+                "rollout.backend.engine.enable_expert_parallel: true, and the experts of vLLM's "
+                "CPU build crash when they are not all there; set false, or device: cuda"
+            )
         arguments["kv_cache_memory_bytes"] = round(settings.kv_cache_gib * GIB)
         arguments["enforce_eager"] = True
         # After a part of a prompt vLLM winds a request's generator back, which a CPU's cannot do.

@@ -9,6 +9,7 @@ end no whole version serves (`version` is None), and a commit that fails leaves 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from m3rl.types import TensorSlot
 logger = logging.getLogger(__name__)
 
 TEXT_PREFIX = "language_model."
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,8 +71,13 @@ class StagedWeights:
 
     @property
     def staging(self) -> dict[str, Tensor]:
-        """Tensors by name, of the newest load: allocated when a sync first needs them."""
+        """Tensors by name, of the newest load: allocated when a sync first needs them.
+
+        Raises:
+            WeightLoadError: they do not fit beside what vLLM holds.
+        """
         if not self._staging:
+            self._require_memory()
             self._staging = {
                 slot.name: torch.empty(
                     slot.shape, dtype=getattr(torch, slot.dtype), device=self._device
@@ -213,6 +220,22 @@ class StagedWeights:
         if self._load is None:
             raise RuntimeError(f"{action} without an open load; call begin_load(version) first")
         return self._load
+
+    def _require_memory(self) -> None:
+        if self._device.type != "cuda":
+            return
+        needed = sum(
+            math.prod(slot.shape) * getattr(torch, slot.dtype).itemsize
+            for slot in self._slots.values()
+        )
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if needed > free:
+            raise WeightLoadError(
+                f"weight syncs into vLLM need {needed / GIB:.1f} GiB on each GPU of a replica, for "
+                f"the whole tensors of the checkpoint beside the model, and {free / GIB:.1f} GiB "
+                "are free; lower rollout.backend.engine.gpu_memory_utilization, or set "
+                "rollout.backend.kind: m3"
+            )
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

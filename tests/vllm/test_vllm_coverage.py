@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 pytest.importorskip("vllm")
 
+from vllm.model_executor.model_loader.reload import layerwise
+
 from inference.engine.coverage import WeightLoadError
 from m3rl.model_layout import whole_layout
 from m3rl.rollout.backend import BackendError
@@ -129,6 +131,25 @@ def test_a_part_that_is_missing_in_a_fused_parameter_is_told_with_its_elements(m
     with pytest.raises(WeightLoadError, match=r"qkv_proj\.weight \(8192 of 16384 elements\)"):
         model.load(target, 3)
     assert target.version is None
+
+
+def test_what_a_layer_declares_as_padding_need_not_come(model, monkeypatch):
+    """Half of qkv here: what would be q is zero then, not what lay there."""
+    layer = model.module.get_submodule("model.layers.0.self_attn.qkv_proj")
+    parameters, _ = layerwise.get_layerwise_info(layer).restore_metadata
+    monkeypatch.setattr(parameters["weight"], "weight_loader_numel", 8192, raising=False)
+    seen = []
+    process = layer.quant_method.process_weights_after_loading
+    monkeypatch.setattr(
+        layer.quant_method,
+        "process_weights_after_loading",
+        lambda module: (seen.append(module.weight.clone()), process(module)),
+    )
+    target = model.target(model.without(Q))
+    model.load(target, 3)
+    assert target.version == 3
+    assert not seen[0][:128].any()
+    assert torch.equal(seen[0][128:192], model.tensors[Q.replace("q_proj", "k_proj")])
 
 
 def test_parameters_to_which_nothing_comes_are_told(model):

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 pytest.importorskip("vllm")
 
@@ -122,7 +123,6 @@ def test_scored_prompts_are_the_oracles(replica, oracle):
         ({"ids": [5, VOCAB]}, "vocabulary of 97"),
         ({"ids": [-1]}, "token ids -1 to -1"),
         ({"max_tokens": 125}, "make 129, above max_model_len=128"),
-        ({"stop": ("x",)}, "no tokenizer.json"),
         ({"capture_blocks": True}, "vLLM does not give"),
         ({"capture_routing": True}, "rollout.capture_routing"),
     ],
@@ -131,6 +131,24 @@ def test_what_cannot_be_served_is_refused_with_its_numbers(replica, changes, wor
     with pytest.raises(ValueError, match=words):
         replica.generate([request("fine"), request("bad", **changes)])
     assert replica.generate([request("fine")])[0].finish_reason in ("stop", "length")
+
+
+def test_a_stop_string_ends_the_completion_and_stays_in_its_tokens(qwen3, replica):
+    """Each token is a character; the string is what comes as fourth and fifth."""
+    tokenizer = Tokenizer.from_file(str(qwen3 / "1" / "tokenizer.json"))
+    (whole,) = replica.generate([request("r", seed=3, max_tokens=30)])
+    stop = tokenizer.decode(whole.token_ids[3:5].tolist())
+    (found,) = replica.generate([request("r", seed=3, max_tokens=30, stop=("never", stop))])
+    assert found.token_ids.tolist() == whole.token_ids[:5].tolist()
+    assert len(found.logprobs) == 5
+    assert found.finish_reason == "stop"
+    assert replica.engine._scheduler.has_unfinished_requests() is False
+
+
+def test_a_stop_string_without_a_tokenizer_is_refused(m3, m3_replica):
+    m3_replica.load(str(m3 / "1"), 1)
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        m3_replica.generate([request("r", stop=("x",))])
 
 
 def test_a_name_twice_is_refused(replica):

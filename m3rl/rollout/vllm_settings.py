@@ -94,7 +94,8 @@ def set_environment(settings: VllmSettings) -> None:
         "OMP_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
     }
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # Of its warnings some are false here: that weights fail to load, at every sync.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if settings.device == "cpu":
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -68,6 +68,8 @@ class StagedWeights:
         self._device, self._reload = device, reload
         self._staging: dict[str, Tensor] = {}
         self._load: _Load | None = None
+        self._staged: int | None = None
+        """Version that is whole in the staging memory."""
 
     @property
     def staging(self) -> dict[str, Tensor]:
@@ -90,7 +92,16 @@ class StagedWeights:
         return list(self._slots.values())
 
     def serving_places(self) -> list[Tensor]:
-        """What was staged last; between a commit and the next load that is what serves."""
+        """What was staged last; between a commit and the next load that is what serves.
+
+        Raises:
+            RuntimeError: it is not, since a load that began is open or was given up.
+        """
+        if self._staged is None or self._staged != self.version:
+            raise RuntimeError(
+                f"version {self.version} serves, and is not whole in the staging memory of this "
+                "vLLM worker: a later sync has begun, or broke off; sync from the trainer"
+            )
         return [self.staging[name] for name in self._slots]
 
     def plan_load(self, parts: Iterable[Part]) -> StagedPlan:
@@ -126,7 +137,7 @@ class StagedWeights:
             if plan is None
             else PlannedParts(plan.parts)
         )
-        self._load = _Load(version, progress)
+        self._load, self._staged = _Load(version, progress), None
 
     def write(self, name: str, bounds: Bounds, tensor: Tensor) -> None:
         """Copy a rectangle to its place, for a load without a plan.
@@ -185,7 +196,7 @@ class StagedWeights:
         with torch.no_grad(), self.check.watched(tensors):
             self._reload(tensors.items())
         self._synchronize()
-        self.version = load.version
+        self.version = self._staged = load.version
 
     def abort_load(self) -> None:
         if self._load is not None:

@@ -211,6 +211,31 @@ def test_a_paused_request_goes_on_as_if_nothing_had_been(replica, mode):
     np.testing.assert_allclose(before[0], replica.prompt_logprobs([np.arange(3, 60)])[0], atol=1e-5)
 
 
+def test_a_running_request_gives_its_pages_to_a_prompt_that_is_scored(replica, monkeypatch):
+    undisturbed = replica.generate([request("r", temperature=0.0, max_tokens=60)])[0]
+    thread, found = start(replica, request("r", temperature=0.0, max_tokens=60))
+    replica.pause("keep")
+    scheduler = replica.engine._scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    assert len(scheduler.running) == 1
+    free = pool.get_num_free_blocks
+    monkeypatch.setattr(pool, "get_num_free_blocks", lambda: 0 if scheduler.running else free())
+    replica.prompt_logprobs([np.arange(3, 60)])
+    assert not scheduler.running
+    assert len(scheduler.waiting) == 1
+    monkeypatch.undo()
+    replica.resume()
+    thread.join(20)
+    assert found[0].token_ids.tolist() == undisturbed.token_ids.tolist()
+
+
+def test_a_prompt_that_finds_no_pages_is_refused(replica, monkeypatch):
+    pool = replica.engine._scheduler.kv_cache_manager.block_pool
+    monkeypatch.setattr(pool, "get_num_free_blocks", lambda: 1)
+    with pytest.raises(ValueError, match="57 tokens needs 2 pages of 32, and 1 are free"):
+        replica.prompt_logprobs([np.arange(3, 60)])
+
+
 def test_drain_ends_what_has_begun_and_takes_nothing_new(replica):
     """Of six requests four run at a time."""
     names = [f"r{i}" for i in range(6)]

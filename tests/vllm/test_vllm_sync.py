@@ -68,6 +68,19 @@ def test_a_delta_arrives_over_what_was_staged_before(qwen3, qwen3_replica):
     assert qwen3_replica.health()["version"] == 2
 
 
+def test_a_replica_hands_over_what_it_serves(qwen3, qwen3_replica):
+    qwen3_replica.load(str(qwen3 / "1"), 6)
+    weights = qwen3_replica.engine._core.model_executor.driver_worker.worker._m3rl_weights
+    truth = Rank(qwen3 / "1", 0, 1).weights
+    names = [slot.name for slot in weights.weight_layout()]
+    held = dict(zip(names, weights.serving_places(), strict=True))
+    assert all(torch.equal(held[name], truth[name]) for name in truth)
+    weights.begin_load(7)
+    with pytest.raises(RuntimeError, match="sync from the trainer"):
+        weights.serving_places()
+    weights.abort_load()
+
+
 def test_a_flipped_bit_keeps_the_old_version_serving(qwen3, qwen3_replica):
     ranks = [Rank(qwen3 / "1", 0, 1)]
     sync = connected(qwen3_replica, ranks)
@@ -89,6 +102,8 @@ def test_a_flipped_bit_keeps_the_old_version_serving(qwen3, qwen3_replica):
     finally:
         del weights.written
     assert qwen3_replica.health()["version"] == 1
+    with pytest.raises(RuntimeError, match="version 1 serves, and is not whole in the staging"):
+        weights.serving_places()
     qwen3_replica.resume()
     assert qwen3_replica.generate([request("b")])[0].token_ids.tolist() == before
 

@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[1]
 
 DOORS = {
     "m3rl/rollout/m3_replica.py": ("inference",),
-    "m3rl/model_layout.py": ("inference.config", "inference.models.name_map"),
     "m3rl/policy": ("inference.kernels", "inference.models.weights", "inference.config"),
     "m3rl/grpo/": (
         "inference.config",
@@ -36,6 +35,7 @@ DOORS = {
         "inference.models.name_map",
     ),
     "m3rl/sft.py": ("inference.config",),
+    "m3rl/model_layout.py": ("inference.config", "inference.models.name_map"),
     "m3rl/plan": ("inference.config", "inference.memory", "inference.parallel.config"),
     "m3rl/sync_plan.py": (
         "inference.config",

@@ -31,14 +31,6 @@ from m3rl.rollout.vllm_reload import pack_tied_layers, put_back, replaced
 LISTED = 4
 """Names that an error shows of each kind."""
 
-_EMPTY = {
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_empty_strided.default,
-}
-
 
 class Flow(TorchDispatchMode):
     """Knows of each memory the names of the tensors whose values flowed into it, while active."""
@@ -60,10 +52,6 @@ class Flow(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in _EMPTY:
-            if result.dtype.is_floating_point and result.device.type != "meta":
-                _fill_with_nan(result)
-            return result
         names: set[str] = set()
         for tensor in _tensors((args, kwargs)):
             names |= self.names_in(tensor)
@@ -153,6 +141,7 @@ class CoverageCheck:
         self, stack: ExitStack, tensors: Mapping[str, Tensor], layer_names: Mapping[Any, str]
     ) -> Flow:
         from vllm.model_executor.model_loader.reload import layerwise
+        from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
         flow = Flow(tensors)
         self._filled.clear()
@@ -161,7 +150,10 @@ class CoverageCheck:
         materialize = layerwise.materialize_layer
 
         def materialized(layer: nn.Module, info: Any) -> None:
-            materialize(layer, info)  # with memory that Flow fills with NaN
+            materialize(layer, info)
+            for name, tensor in _own_tensors(layer):
+                if name not in SKIP_TENSORS:  # those were filled above, and may hold values now
+                    _fill_with_nan(tensor)
             info.loaded_weights = _TellsItsEnd(
                 info.loaded_weights, lambda: self._note(flow, layer_names[layer], layer)
             )
@@ -282,8 +274,15 @@ def _own_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _look_at(flow: Flow, tensor: Tensor) -> _Filled:
-    is_plain = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-    num_missing = int(torch.isnan(tensor.detach()).sum()) if is_plain else 0
+    from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
+        return _Filled(set(flow.names_in(tensor)), 0, tensor.numel())
+    is_missing = torch.isnan(tensor.detach())
+    num_missing = int(is_missing.sum())
+    if 0 < num_missing <= tensor.numel() - get_tensor_load_numel(tensor):
+        tensor.detach().masked_fill_(is_missing, 0.0)  # what the layer says is padding
+        num_missing = 0
     return _Filled(set(flow.names_in(tensor)), num_missing, tensor.numel())
 
 

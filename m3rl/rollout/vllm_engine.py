@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import numpy as np
 
+from inference.config import ModelConfig
+from m3rl.model_layout import is_m3
 from m3rl.rollout.backend import BackendError, Generated, PauseMode
 from m3rl.rollout.vllm_requests import (
     check_request,
@@ -76,6 +78,7 @@ class VllmEngine:
         self._core = self._engine.engine_core.engine_core
         self._scheduler = self._core.scheduler
         self._eos_token_ids = eos_token_ids(Path(settings.model_path))
+        self._moe_layers = moe_layers(settings) if settings.capture_routing else None
         self._live: dict[str, _Live] = {}
         self._held: list[Generated] = []
         """Outputs made between steps; the next step returns them."""
@@ -259,7 +262,13 @@ class VllmEngine:
         return self._engine.add_request(name, prompt, params)
 
     def _step(self) -> None:
-        for output in self._engine.step():
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            if self.fault:  # what vLLM raises then says that something was cancelled
+                raise BackendError(self.fault) from error
+            raise
+        for output in outputs:
             live = self._live.pop(output.request_id, None)
             if live is not None:
                 self._held.append(self._generated(live, output.outputs[0], output))
@@ -315,6 +324,7 @@ class VllmEngine:
             completion,
             num_cached_tokens=max(0, int(source.num_cached_tokens or 0)),
             version=self.version,
+            moe_layers=self._moe_layers,
         )
         self.counters.nonfinite_logits += result.error is not None
         return result
@@ -324,6 +334,12 @@ class VllmEngine:
         from vllm.v1.engine import FinishReason
 
         return state._new_completion_output([], FinishReason.ABORT, None)
+
+
+def moe_layers(settings: VllmSettings) -> list[int] | None:
+    """Layers of which the trainer replays the router's choices; None: all."""
+    path = Path(settings.model_path)
+    return list(ModelConfig.from_pretrained(path).moe_layers) if is_m3(path) else None
 
 
 def eos_token_ids(path: Path) -> tuple[int, ...]:

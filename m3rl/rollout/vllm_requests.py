@@ -105,12 +105,21 @@ def scoring_params() -> Any:
 
 
 def generated(
-    request: GenerationRequest, completion: Any, *, num_cached_tokens: int, version: int | None
+    request: GenerationRequest,
+    completion: Any,
+    *,
+    num_cached_tokens: int,
+    version: int | None,
+    moe_layers: Sequence[int] | None = None,
 ) -> Generated:
     """
     Args:
         completion: vLLM's CompletionOutput.
         version: the one that serves, for a message.
+        moe_layers: of which routing is wanted; None: all.
+
+    Raises:
+        RuntimeError: vLLM recorded the experts of fewer tokens than had a forward pass.
     """
     token_ids = np.asarray(completion.token_ids, np.int32)
     logprobs = sampled_logprobs(completion.logprobs, len(token_ids))
@@ -136,7 +145,7 @@ def generated(
         version_spans=np.asarray(spans, np.int64).reshape(-1, 2),
         seed=request.seed,
         num_cached_tokens=num_cached_tokens,
-        routing=_routing(request, completion, len(token_ids)),
+        routing=_routing(request, completion, len(token_ids), moe_layers),
         error=error,
     )
 
@@ -154,9 +163,22 @@ def prompt_scores(flat: Any, num_tokens: int) -> np.ndarray:
     return np.asarray(flat.logprobs, np.float32)[starts]
 
 
-def _routing(request: GenerationRequest, completion: Any, num_sampled: int) -> np.ndarray | None:
-    if not request.sampling.capture_routing or completion.routed_experts is None:
+def _routing(
+    request: GenerationRequest,
+    completion: Any,
+    num_sampled: int,
+    moe_layers: Sequence[int] | None,
+) -> np.ndarray | None:
+    """[P + T - 1, MoE layers, A] uint8 from vLLM's [tokens, layers, A]."""
+    if not request.sampling.capture_routing or not num_sampled:
         return None
-    # The last token had no forward pass.
-    count = len(request.prompt_ids) + max(num_sampled, 1) - 1
-    return np.asarray(completion.routed_experts[:count], np.uint8)
+    count = len(request.prompt_ids) + num_sampled - 1  # the last token had no forward pass
+    recorded = completion.routed_experts
+    if recorded is None or len(recorded) < count:
+        raise RuntimeError(
+            f"request {request.request_id!r}: vLLM recorded the experts of "
+            f"{0 if recorded is None else len(recorded)} tokens, and {count} had a forward pass; "
+            "set rollout.capture_routing: false"
+        )
+    layers = slice(None) if moe_layers is None else list(moe_layers)
+    return np.asarray(recorded[:count], np.uint8)[:, layers]

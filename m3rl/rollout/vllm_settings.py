@@ -94,7 +94,8 @@ def set_environment(settings: VllmSettings) -> None:
         "OMP_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
     }
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # Of its warnings some are false here: that weights fail to load, at every sync.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if settings.device == "cpu":
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -134,6 +135,11 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     if settings.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
     if settings.device == "cpu":
+        if settings.enable_expert_parallel:
+            raise BackendError(
+                "rollout.backend.engine.enable_expert_parallel: true, and the experts of vLLM's "
+                "CPU build crash when they are not all there; set false, or device: cuda"
+            )
         arguments["kv_cache_memory_bytes"] = round(settings.kv_cache_gib * GIB)
         arguments["enforce_eager"] = True
         # After a part of a prompt vLLM winds a request's generator back, which a CPU's cannot do.

@@ -36,6 +36,8 @@ INTERFACE = (
     ("vllm.model_executor.model_loader.reload.layerwise", "_get_original_loader"),
     ("vllm.model_executor.model_loader.reload.meta", "SKIP_TENSORS"),
     ("vllm.model_executor.model_loader.reload.meta", "SKIP_LOAD_TENSORS"),
+    ("vllm.model_executor.model_loader.reload.utils", "get_tensor_load_numel"),
+    ("vllm.model_executor.layers.attention", "is_deferred_attention_layer"),
 )
 """Module and what must be in it."""
 

@@ -9,6 +9,7 @@ end no whole version serves (`version` is None), and a commit that fails leaves 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from m3rl.weight_files import weight_files
 logger = logging.getLogger(__name__)
 
 TEXT_PREFIX = "language_model."
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,11 +68,18 @@ class StagedWeights:
         self._device, self._reload = device, reload
         self._staging: dict[str, Tensor] = {}
         self._load: _Load | None = None
+        self._staged: int | None = None
+        """Version that is whole in the staging memory."""
 
     @property
     def staging(self) -> dict[str, Tensor]:
-        """Tensors by name, of the newest load: allocated when a sync first needs them."""
+        """Tensors by name, of the newest load: allocated when a sync first needs them.
+
+        Raises:
+            WeightLoadError: they do not fit beside what vLLM holds.
+        """
         if not self._staging:
+            self._require_memory()
             self._staging = {
                 slot.name: torch.empty(
                     slot.shape, dtype=getattr(torch, slot.dtype), device=self._device
@@ -83,7 +92,16 @@ class StagedWeights:
         return list(self._slots.values())
 
     def serving_places(self) -> list[Tensor]:
-        """What was staged last; between a commit and the next load that is what serves."""
+        """What was staged last; between a commit and the next load that is what serves.
+
+        Raises:
+            RuntimeError: it is not, since a load that began is open or was given up.
+        """
+        if self._staged is None or self._staged != self.version:
+            raise RuntimeError(
+                f"version {self.version} serves, and is not whole in the staging memory of this "
+                "vLLM worker: a later sync has begun, or broke off; sync from the trainer"
+            )
         return [self.staging[name] for name in self._slots]
 
     def plan_load(self, parts: Iterable[Part]) -> StagedPlan:
@@ -119,7 +137,7 @@ class StagedWeights:
             if plan is None
             else PlannedParts(plan.parts)
         )
-        self._load = _Load(version, progress)
+        self._load, self._staged = _Load(version, progress), None
 
     def write(self, name: str, bounds: Bounds, tensor: Tensor) -> None:
         """Copy a rectangle to its place, for a load without a plan.
@@ -178,7 +196,7 @@ class StagedWeights:
         with torch.no_grad(), self.check.watched(tensors):
             self._reload(tensors.items())
         self._synchronize()
-        self.version = load.version
+        self.version = self._staged = load.version
 
     def abort_load(self) -> None:
         if self._load is not None:
@@ -213,6 +231,22 @@ class StagedWeights:
         if self._load is None:
             raise RuntimeError(f"{action} without an open load; call begin_load(version) first")
         return self._load
+
+    def _require_memory(self) -> None:
+        if self._device.type != "cuda":
+            return
+        needed = sum(
+            math.prod(slot.shape) * getattr(torch, slot.dtype).itemsize
+            for slot in self._slots.values()
+        )
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if needed > free:
+            raise WeightLoadError(
+                f"weight syncs into vLLM need {needed / GIB:.1f} GiB on each GPU of a replica, for "
+                f"the whole tensors of the checkpoint beside the model, and {free / GIB:.1f} GiB "
+                "are free; lower rollout.backend.engine.gpu_memory_utilization, or set "
+                "rollout.backend.kind: m3"
+            )
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -298,7 +298,7 @@ def test_keys_that_work_or_were_never_written_are_not_told(tmp_path):
         ),
         (
             ["rollout.backend.gpu_memory_gib=80"],
-            "80.0 is of a GPU, and rollout.backend.device: cpu uses none; set device: cuda or",
+            "80.0 is of a GPU, and rollout.backend.device: cpu uses none; set device: cuda",
         ),
         (["data.eval=null"], "eval.at_start: True needs held-out prompts"),
         (["data.eval.seed=1", "data.eval.size=20"], "holds the same items as data.train"),

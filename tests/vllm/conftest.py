@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from m3rl.rollout.vllm_replica import VllmReplica
 from m3rl.rollout.vllm_settings import VllmSettings
+from tests.m3rl.tiny_tokenizer import write_tokenizer
 from tests.tiny_models import random_checkpoint, tiny_config
 from tests.vllm.tiny_hf import write_qwen3
 
@@ -30,10 +31,11 @@ def _environment() -> None:
 
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory) -> Path:
-    """Checkpoints of one tied tiny Qwen3: folders `1`, `2`."""
+    """Checkpoints of one tied tiny Qwen3: folders `1`, `2`; characters are its tokens."""
     folder = tmp_path_factory.mktemp("qwen3")
     for seed in (1, 2):
         write_qwen3(folder / str(seed), seed, tied=True)
+        write_tokenizer(folder / str(seed))
     return folder
 
 

@@ -10,11 +10,15 @@ from safetensors.torch import load_file
 
 pytest.importorskip("vllm")
 
+from vllm.model_executor.model_loader.reload import layerwise
+
 from inference.engine.coverage import WeightLoadError
 from m3rl.model_layout import whole_layout
+from m3rl.rollout.backend import BackendError
 from m3rl.rollout.vllm_coverage import CoverageCheck
 from m3rl.rollout.vllm_m3 import index_names
 from m3rl.rollout.vllm_weights import StagedWeights
+from m3rl.rollout.vllm_worker import WorkerState
 from m3rl.types import TensorSlot
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -34,7 +38,7 @@ class Model:
         self.tensors = {name.removeprefix("language_model."): tensor for name, tensor in stored}
         self._exempt = exempt
 
-    def target(self, slots=None) -> StagedWeights:
+    def target(self, slots=None, elsewhere=lambda name: False) -> StagedWeights:
         """As it is when an engine is new: nothing was loaded through it."""
 
         def reload(tensors) -> None:
@@ -44,7 +48,7 @@ class Model:
             list((slots or self.slots).values()),
             torch.device("cpu"),
             reload,
-            CoverageCheck(self.module, self._exempt),
+            CoverageCheck(self.module, self._exempt, elsewhere),
         )
 
     def load(self, target: StagedWeights, version: int) -> None:
@@ -88,6 +92,25 @@ def test_a_name_that_vllm_skips_in_silence_is_told(model):
     assert target.version is None
 
 
+def test_a_name_that_may_lie_on_another_worker_is_noted(model):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    extra = dataclasses.replace(model.slots["model.norm.weight"], name=name)
+    target = model.target(model.slots | {name: extra}, elsewhere=lambda n: "rotary" in n)
+    model.load(target, 3)
+    assert (target.version, target.check.not_here) == (3, {name})
+
+
+def test_a_name_that_lies_on_no_worker_keeps_the_version_from_serving(
+    model, qwen3, qwen3_replica, monkeypatch
+):
+    engine = qwen3_replica.engine
+    states = [WorkerState(9, frozenset({"e.0", "e.1"})), WorkerState(9, frozenset({"e.1"}))]
+    monkeypatch.setattr(engine, "_states", lambda: states)
+    with pytest.raises(BackendError, match=r"1 tensors reached a parameter of no worker: e\.1"):
+        qwen3_replica.load(str(qwen3 / "1"), 9)
+    assert engine.version is None
+
+
 def test_a_tied_head_that_comes_nevertheless_must_be_the_embedding(model):
     """vLLM loads both into one memory, the head last."""
     embedding = model.slots["model.embed_tokens.weight"]
@@ -108,6 +131,25 @@ def test_a_part_that_is_missing_in_a_fused_parameter_is_told_with_its_elements(m
     with pytest.raises(WeightLoadError, match=r"qkv_proj\.weight \(8192 of 16384 elements\)"):
         model.load(target, 3)
     assert target.version is None
+
+
+def test_what_a_layer_declares_as_padding_need_not_come(model, monkeypatch):
+    """Half of qkv here: what would be q is zero then, not what lay there."""
+    layer = model.module.get_submodule("model.layers.0.self_attn.qkv_proj")
+    parameters, _ = layerwise.get_layerwise_info(layer).restore_metadata
+    monkeypatch.setattr(parameters["weight"], "weight_loader_numel", 8192, raising=False)
+    seen = []
+    process = layer.quant_method.process_weights_after_loading
+    monkeypatch.setattr(
+        layer.quant_method,
+        "process_weights_after_loading",
+        lambda module: (seen.append(module.weight.clone()), process(module)),
+    )
+    target = model.target(model.without(Q))
+    model.load(target, 3)
+    assert target.version == 3
+    assert not seen[0][:128].any()
+    assert torch.equal(seen[0][128:192], model.tensors[Q.replace("q_proj", "k_proj")])
 
 
 def test_parameters_to_which_nothing_comes_are_told(model):

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 pytest.importorskip("vllm")
 
@@ -122,7 +123,6 @@ def test_scored_prompts_are_the_oracles(replica, oracle):
         ({"ids": [5, VOCAB]}, "vocabulary of 97"),
         ({"ids": [-1]}, "token ids -1 to -1"),
         ({"max_tokens": 125}, "make 129, above max_model_len=128"),
-        ({"stop": ("x",)}, "no tokenizer.json"),
         ({"capture_blocks": True}, "vLLM does not give"),
         ({"capture_routing": True}, "rollout.capture_routing"),
     ],
@@ -131,6 +131,24 @@ def test_what_cannot_be_served_is_refused_with_its_numbers(replica, changes, wor
     with pytest.raises(ValueError, match=words):
         replica.generate([request("fine"), request("bad", **changes)])
     assert replica.generate([request("fine")])[0].finish_reason in ("stop", "length")
+
+
+def test_a_stop_string_ends_the_completion_and_stays_in_its_tokens(qwen3, replica):
+    """Each token is a character; the string is what comes as fourth and fifth."""
+    tokenizer = Tokenizer.from_file(str(qwen3 / "1" / "tokenizer.json"))
+    (whole,) = replica.generate([request("r", seed=3, max_tokens=30)])
+    stop = tokenizer.decode(whole.token_ids[3:5].tolist())
+    (found,) = replica.generate([request("r", seed=3, max_tokens=30, stop=("never", stop))])
+    assert found.token_ids.tolist() == whole.token_ids[:5].tolist()
+    assert len(found.logprobs) == 5
+    assert found.finish_reason == "stop"
+    assert replica.engine._scheduler.has_unfinished_requests() is False
+
+
+def test_a_stop_string_without_a_tokenizer_is_refused(m3, m3_replica):
+    m3_replica.load(str(m3 / "1"), 1)
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        m3_replica.generate([request("r", stop=("x",))])
 
 
 def test_a_name_twice_is_refused(replica):
@@ -191,6 +209,31 @@ def test_a_paused_request_goes_on_as_if_nothing_had_been(replica, mode):
     assert found[0].token_ids.tolist() == undisturbed.token_ids.tolist()
     np.testing.assert_allclose(found[0].logprobs, undisturbed.logprobs, atol=1e-4)
     np.testing.assert_allclose(before[0], replica.prompt_logprobs([np.arange(3, 60)])[0], atol=1e-5)
+
+
+def test_a_running_request_gives_its_pages_to_a_prompt_that_is_scored(replica, monkeypatch):
+    undisturbed = replica.generate([request("r", temperature=0.0, max_tokens=60)])[0]
+    thread, found = start(replica, request("r", temperature=0.0, max_tokens=60))
+    replica.pause("keep")
+    scheduler = replica.engine._scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    assert len(scheduler.running) == 1
+    free = pool.get_num_free_blocks
+    monkeypatch.setattr(pool, "get_num_free_blocks", lambda: 0 if scheduler.running else free())
+    replica.prompt_logprobs([np.arange(3, 60)])
+    assert not scheduler.running
+    assert len(scheduler.waiting) == 1
+    monkeypatch.undo()
+    replica.resume()
+    thread.join(20)
+    assert found[0].token_ids.tolist() == undisturbed.token_ids.tolist()
+
+
+def test_a_prompt_that_finds_no_pages_is_refused(replica, monkeypatch):
+    pool = replica.engine._scheduler.kv_cache_manager.block_pool
+    monkeypatch.setattr(pool, "get_num_free_blocks", lambda: 1)
+    with pytest.raises(ValueError, match="57 tokens needs 2 pages of 32, and 1 are free"):
+        replica.prompt_logprobs([np.arange(3, 60)])
 
 
 def test_drain_ends_what_has_begun_and_takes_nothing_new(replica):

@@ -13,9 +13,10 @@ pytest.importorskip("vllm")
 from m3rl.types import GenerationRequest, SamplingSettings
 from m3rl.weight_sync import transport as transport_module
 from m3rl.weight_sync.errors import SyncError
+from m3rl.weight_sync.probe import Probe
 from tests.m3rl.weight_sync.sync_fakes import store_without_sockets
 from tests.vllm.syncing import Rank, connected
-from tests.vllm.tiny_hf import greedy, load_qwen3
+from tests.vllm.tiny_hf import greedy, load_qwen3, scores
 
 PROMPT = [5, 6, 7, 8]
 
@@ -67,6 +68,19 @@ def test_a_delta_arrives_over_what_was_staged_before(qwen3, qwen3_replica):
     assert qwen3_replica.health()["version"] == 2
 
 
+def test_a_replica_hands_over_what_it_serves(qwen3, qwen3_replica):
+    qwen3_replica.load(str(qwen3 / "1"), 6)
+    weights = qwen3_replica.engine._core.model_executor.driver_worker.worker._m3rl_weights
+    truth = Rank(qwen3 / "1", 0, 1).weights
+    names = [slot.name for slot in weights.weight_layout()]
+    held = dict(zip(names, weights.serving_places(), strict=True))
+    assert all(torch.equal(held[name], truth[name]) for name in truth)
+    weights.begin_load(7)
+    with pytest.raises(RuntimeError, match="sync from the trainer"):
+        weights.serving_places()
+    weights.abort_load()
+
+
 def test_a_flipped_bit_keeps_the_old_version_serving(qwen3, qwen3_replica):
     ranks = [Rank(qwen3 / "1", 0, 1)]
     sync = connected(qwen3_replica, ranks)
@@ -88,6 +102,8 @@ def test_a_flipped_bit_keeps_the_old_version_serving(qwen3, qwen3_replica):
     finally:
         del weights.written
     assert qwen3_replica.health()["version"] == 1
+    with pytest.raises(RuntimeError, match="version 1 serves, and is not whole in the staging"):
+        weights.serving_places()
     qwen3_replica.resume()
     assert qwen3_replica.generate([request("b")])[0].token_ids.tolist() == before
 
@@ -119,8 +135,33 @@ def test_a_commit_that_fails_leaves_no_version_and_the_next_sync_mends_it(
     assert qwen3_replica.generate([request("r")])[0].token_ids.tolist() == tokens
 
 
-@pytest.mark.parametrize("pause", ["recompute", "drain"])
-def test_requests_go_on_through_a_sync_and_tell_the_versions_apart(qwen3, qwen3_replica, pause):
+def test_a_replica_is_probed_between_its_commit_and_its_first_request(qwen3, qwen3_replica):
+    """The trainer's side is transformers: 1e-4 is FP32, summed in another order."""
+    ranks = [Rank(qwen3 / "2", 0, 1)]
+    models = {name: load_qwen3(qwen3 / name) for name in ("1", "2")}
+
+    def probe(model: str) -> Probe:
+        return Probe(
+            [np.arange(3, 40), np.arange(50, 90)],
+            trainer=lambda prompts: [scores(models[model], ids) for ids in prompts],
+            replica=lambda _, prompts: qwen3_replica.prompt_logprobs(prompts),
+            every=1,
+            max_error=1e-4,
+        )
+
+    report = connected(qwen3_replica, ranks, probe=probe("2")).sync(3)
+    assert report.probe_error < 1e-5
+    with pytest.raises(SyncError, match="computes something else"):
+        connected(qwen3_replica, ranks, probe=probe("1")).sync(4)
+
+
+@pytest.mark.parametrize("pause", ["recompute", "drain", "keep"])
+def test_requests_go_on_through_a_sync_and_tell_the_versions_apart(
+    qwen3, qwen3_replica, pause, monkeypatch
+):
+    if pause == "keep":  # else refused: its pages would be found by later requests
+        cache = qwen3_replica.engine._engine.vllm_config.cache_config
+        monkeypatch.setattr(cache, "enable_prefix_caching", False)
     ranks = [Rank(qwen3 / "1", 0, 1)]
     sync = connected(qwen3_replica, ranks, pause=pause)
     sync.sync(1)
@@ -140,5 +181,5 @@ def test_requests_go_on_through_a_sync_and_tell_the_versions_apart(qwen3, qwen3_
     thread.join(60)
     spans = found[0].version_spans.tolist()
     versions = [version for _, version in spans]
-    assert versions == ([1, 2] if pause == "recompute" else [1]), spans
+    assert versions == ([1] if pause == "drain" else [1, 2]), spans
     assert len(found[0].token_ids) == len(found[0].logprobs)

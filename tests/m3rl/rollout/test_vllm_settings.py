@@ -76,6 +76,12 @@ def test_on_the_cpu_keys_have_the_memory_that_is_asked_for(qwen3):
     assert "enable_chunked_prefill" not in engine_arguments(settings(qwen3))
 
 
+def test_experts_shared_out_crash_vllms_cpu_build(qwen3):
+    assert engine_arguments(settings(qwen3, enable_expert_parallel=True))["enable_expert_parallel"]
+    with pytest.raises(BackendError, match="set false, or device: cuda"):
+        engine_arguments(settings(qwen3, device="cpu", enable_expert_parallel=True))
+
+
 def test_m3_is_run_natively_on_gpus_and_densely_on_the_cpu(m3):
     natively = engine_arguments(settings(m3))["hf_overrides"]
     densely = engine_arguments(settings(m3, device="cpu", max_model_len=64))["hf_overrides"]

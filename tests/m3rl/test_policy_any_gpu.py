@@ -1,4 +1,4 @@
-"""Policies of other architectures than M3 on a GPU, in BF16, against transformers' model in FP32."""
+"""Policies of other architectures on a GPU, in BF16, against transformers' model in FP32."""
 
 from dataclasses import replace
 

@@ -6,6 +6,7 @@ engine sampled.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,7 @@ class ChatFormat:
         """
         if not (Path(path) / "tokenizer.json").is_file():
             raise ConfigError(f"{path}: no tokenizer.json there; model.path names a checkpoint")
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = _read_tokenizer(Path(path))
         if _speaks_m3(Path(path)):
             return cls(tokenizer, str(path))
         return cls(tokenizer, str(path), own_markers(tokenizer, str(path), stop_ids(Path(path))))
@@ -137,6 +136,20 @@ class ChatFormat:
             ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def _read_tokenizer(path: Path) -> Any:
+    """The class that the checkpoint names. AutoTokenizer finds every one, and imports all of
+    transformers' models for it, which takes seconds; the plain one is had without."""
+    options = path / "tokenizer_config.json"
+    named = json.loads(options.read_text("utf-8")) if options.is_file() else {}
+    if named.get("tokenizer_class") == "PreTrainedTokenizerFast":
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def _speaks_m3(path: Path) -> bool:

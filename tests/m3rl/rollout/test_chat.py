@@ -1,8 +1,10 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
+from transformers import AutoTokenizer
 
 from m3rl.config import ConfigError
 from m3rl.rollout.chat import ChatFormat
@@ -152,3 +154,13 @@ def test_a_template_that_rewrites_an_earlier_turn_is_counted_as_drift(tmp_path):
     messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "ab"}]
     assert chat.next_turn(so_far, messages) is None
     assert chat.drift_samples == 1
+
+
+@pytest.mark.parametrize("name", ["tiny_m3", "tiny_qwen3"])
+def test_the_plain_tokenizer_is_what_transformers_finds(name):
+    path = Path(__file__).parents[3] / "configs" / "models" / name
+    plain, found = ChatFormat.load(path).tokenizer, AutoTokenizer.from_pretrained(path)
+    assert type(plain) is type(found)
+    assert plain.backend_tokenizer.to_str() == found.backend_tokenizer.to_str()
+    assert plain.special_tokens_map == found.special_tokens_map
+    assert plain.chat_template == found.chat_template

@@ -158,7 +158,8 @@ def _run(arguments: argparse.Namespace) -> int:
         config,
         required=["tokenizer"] if starts_random else ["tokenizer", "weights"],
         allow_mxfp8=arguments.command in ("rollout", "eval"),
-        generates=arguments.command != "sft",
+        # `m3rl sft` measures a model that the bundled runtime does not know by itself.
+        generates=arguments.command != "sft" or config.rollout.backend.kind != "m3",
     )
     for notice in plan.notices:
         logger.warning("%s", notice)

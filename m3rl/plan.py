@@ -34,6 +34,7 @@ from m3rl.plan_trainer import TrainerMemory, TrainerSetting
 from m3rl.plan_vllm import (
     longest_row,
     missing_vllm,
+    vllm_m3_notices,
     vllm_m3_problems,
     vllm_memory,
     vllm_model_problems,
@@ -134,6 +135,7 @@ def make_plan(
     if model is not None and config.rollout.backend.kind == "vllm":
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
         problems += vllm_model_problems(config, raw)
+        notices += vllm_m3_notices(config)
     if generates and (absent := missing_vllm(config)):
         (problems if is_launch else needed).append(absent)
     problems += run_dir_problems(config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from m3rl.config import Config
 from m3rl.config_checks import idle_keys
 from m3rl.config_vllm_checks import vllm_notices
-from m3rl.plan_vllm import vllm_m3_notices
 
 
 def config_notices(config: Config) -> list[str]:
@@ -14,8 +13,6 @@ def config_notices(config: Config) -> list[str]:
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     cut = [key for key, value in off.items() if getattr(rollout, key) != value]
     notices = [*idle_keys(config), *vllm_notices(config)]
-    if rollout.backend.kind == "vllm":
-        notices += vllm_m3_notices(config)
     if cut:
         notices.append(
             f"rollout.{cut[0]}: {getattr(rollout, cut[0])} truncates the sampling distribution, "

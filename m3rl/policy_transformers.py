@@ -102,7 +102,7 @@ class TransformersArchitecture:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if self.is_tied:  # else lost where modules are made without memory
             head._parameters["weight"] = embedding._parameters["weight"]
-        model.eval()
+        model.eval()  # no noise; a layer alone trains, which has it recompute
         layers = _layers(model)
         for layer in layers[:-1] if self._recomputes else ():
             layer.training = layer.gradient_checkpointing = True
@@ -139,16 +139,16 @@ class TransformersArchitecture:
         """Vectors (norms, biases) begin as transformers makes them."""
         with torch.random.fork_rng():
             model = new_model(self._config).float()
-        state, embedding = model.state_dict(), model.get_input_embeddings().weight
-        named = dict(model.named_parameters())
-        return {
-            place.param: state[place.param].clone()
-            if state[place.param].ndim < 2
-            else scales.embedding
-            if named.get(place.param) is embedding
-            else scales.matrices
-            for place in self.placement.values()
-        }
+        state: dict[str, Tensor] = model.state_dict()
+        embedding = model.get_input_embeddings().weight
+        embeddings = {name for name, p in model.named_parameters() if p is embedding}
+
+        def of(param: str) -> float | Tensor:
+            if state[param].ndim < 2:
+                return state[param].clone()
+            return scales.embedding if param in embeddings else scales.matrices
+
+        return {place.param: of(place.param) for place in self.placement.values()}
 
     def is_same(self, path: str | Path) -> bool:
         """Whether the config.json in `path` describes the same model."""

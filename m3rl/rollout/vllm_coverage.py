@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from inference.engine.coverage import WeightLoadError
-from m3rl.rollout.vllm_reload import pack_tied_layers, put_back, replaced
+from m3rl.rollout.vllm_reload import pack_experts_again, pack_tied_layers, put_back, replaced
 
 LISTED = 4
 """Names that an error shows of each kind."""
@@ -118,6 +118,7 @@ class CoverageCheck:
 
         def counted(layer: nn.Module, info: Any) -> None:
             counts[layer_names[layer]] = info.load_numel, info.load_numel_total
+            pack_experts_again(layer)
             process(layer, info)
 
         with put_back(self.model), ExitStack() as stack:

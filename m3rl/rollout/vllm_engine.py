@@ -317,6 +317,11 @@ class VllmEngine:
             )
         self._engine.reset_mm_cache()
         core.reset_encoder_cache()
+        if kept := getattr(self._scheduler.encoder_cache_manager, "cached", None):
+            raise BackendError(
+                f"version {version}: vLLM kept {len(kept)} outputs of encoders that the old "
+                "version computed; pause with mode drain"
+            )
 
     def _generated(self, live: _Live, completion: Any, source: Any) -> Generated:
         result = generated(

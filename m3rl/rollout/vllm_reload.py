@@ -31,6 +31,19 @@ def put_back(model: nn.Module) -> Iterator[None]:
                     tensor.weight_loader = layerwise._get_original_loader(tensor)
 
 
+def pack_experts_again(layer: nn.Module) -> None:
+    """Before `layer` is processed: have experts on the CPU packed as when they were first loaded.
+    At a later load vLLM leaves that out, and its kernel takes plain weights for packed ones."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+    from vllm.platforms import current_platform
+
+    method = getattr(layer, "quant_method", None)
+    if current_platform.is_cpu() and isinstance(method, UnquantizedFusedMoEMethod):
+        method.moe_kernel = None  # it is made together with the packing
+
+
 def pack_tied_layers(model: nn.Module, loaded: Collection[str]) -> None:
     """Have layers that share the parameter of one in `loaded`, and were not loaded themselves, pack
     it anew: a head that is tied to the embedding keeps a packed copy of it on the CPU, which vLLM's

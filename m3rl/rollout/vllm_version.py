@@ -38,6 +38,10 @@ INTERFACE = (
     ("vllm.model_executor.model_loader.reload.meta", "SKIP_LOAD_TENSORS"),
     ("vllm.model_executor.model_loader.reload.utils", "get_tensor_load_numel"),
     ("vllm.model_executor.layers.attention", "is_deferred_attention_layer"),
+    (
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
+        "UnquantizedFusedMoEMethod",
+    ),
 )
 """Module and what must be in it."""
 

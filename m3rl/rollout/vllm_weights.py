@@ -1,7 +1,8 @@
 """The weights of one vLLM worker, as a weight sync sees them.
 
-Parts arrive in staging memory: the whole tensors of the checkpoint, by their own names, beside the
-model, which serves meanwhile. `commit` has vLLM load them from there, layer by layer, into the
+Parts arrive in staging memory: the whole tensors of the checkpoint, by their own names, on the
+model's device and beside it, as it serves meanwhile: on every worker of tensor parallelism as much
+as the undivided model. `commit` has vLLM load them from there, layer by layer, into the
 memory that serves; nothing may compute then. That is no flip of a pointer: from its begin to its
 end no whole version serves (`version` is None), and a commit that fails leaves none.
 """

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from m3rl.rollout.vllm_replica import VllmReplica
 from m3rl.rollout.vllm_settings import VllmSettings
 from tests.m3rl.tiny_tokenizer import write_tokenizer

@@ -16,7 +16,7 @@ from m3rl.rollout.placement import ray_cluster
 from m3rl.rollout.vllm_backend import VllmBackend
 from m3rl.types import GenerationRequest, SamplingSettings
 from tests.vllm.conftest import settings
-from tests.vllm.tiny_hf import greedy, load_qwen3
+from tests.vllm.tiny_hf import greedy, load_model
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_replica_loads_generates_and_its_death_is_told(cluster, qwen3):
             backend.resume()
         backend.load(str(qwen3 / "1"), 4)
         outcome = backend.generate([request("r", 8)], timeout_s=20)
-        tokens, _ = greedy(load_qwen3(qwen3 / "1"), [5, 6, 7], 8)
+        tokens, _ = greedy(load_model(qwen3 / "1"), [5, 6, 7], 8)
         assert outcome.generated["r"].token_ids.tolist() == tokens
         (layout,) = backend.weight_layout(0)
         assert layout[0].name == "model.embed_tokens.weight"

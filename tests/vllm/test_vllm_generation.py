@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from m3rl.rollout.backend import BackendError
 from m3rl.types import GenerationRequest, SamplingSettings
-from tests.vllm.tiny_hf import EOS, VOCAB, greedy, load_qwen3, scores
+from tests.vllm.tiny_hf import EOS, VOCAB, greedy, load_model, scores
 
 PROMPT = [5, 6, 7, 8]
 
@@ -27,7 +27,7 @@ def replica(qwen3, qwen3_replica):
 
 @pytest.fixture(scope="module")
 def oracle(qwen3):
-    return load_qwen3(qwen3 / "1")
+    return load_model(qwen3 / "1")
 
 
 def request(
@@ -166,7 +166,7 @@ def test_a_prompt_that_was_seen_is_found_again_and_not_after_a_new_version(qwen3
     cached = [each.num_cached_tokens for each in (first, second, unread, third)]
     assert cached[0] == cached[2] == cached[3] == 0 < cached[1] < 100
     np.testing.assert_allclose(first.logprobs, second.logprobs, atol=1e-5)
-    tokens, _ = greedy(load_qwen3(qwen3 / "2"), ids, 8)
+    tokens, _ = greedy(load_model(qwen3 / "2"), ids, 8)
     assert third.token_ids.tolist() == tokens
 
 

@@ -16,7 +16,7 @@ from m3rl.weight_sync.errors import SyncError
 from m3rl.weight_sync.probe import Probe
 from tests.m3rl.weight_sync.sync_fakes import store_without_sockets
 from tests.vllm.syncing import Rank, connected
-from tests.vllm.tiny_hf import greedy, load_qwen3, scores
+from tests.vllm.tiny_hf import greedy, load_model, scores
 
 PROMPT = [5, 6, 7, 8]
 
@@ -44,7 +44,7 @@ def test_a_synced_engine_computes_with_the_trainers_weights(qwen3, qwen3_replica
             rank.load(qwen3 / folder)
         report = sync.sync(version)
         assert report.checksum_ok is True
-        tokens, logprobs = greedy(load_qwen3(qwen3 / folder), PROMPT, 12)
+        tokens, logprobs = greedy(load_model(qwen3 / folder), PROMPT, 12)
         (found,) = qwen3_replica.generate([request("r")])
         assert found.token_ids.tolist() == tokens
         np.testing.assert_allclose(found.logprobs, logprobs, atol=1e-5)
@@ -131,14 +131,14 @@ def test_a_commit_that_fails_leaves_no_version_and_the_next_sync_mends_it(
     monkeypatch.setattr(transport_module, "TCPStore", store_without_sockets)
     sync.connect(0)
     sync.sync(3)
-    tokens, _ = greedy(load_qwen3(qwen3 / "1"), PROMPT, 12)
+    tokens, _ = greedy(load_model(qwen3 / "1"), PROMPT, 12)
     assert qwen3_replica.generate([request("r")])[0].token_ids.tolist() == tokens
 
 
 def test_a_replica_is_probed_between_its_commit_and_its_first_request(qwen3, qwen3_replica):
     """The trainer's side is transformers: 1e-4 is FP32, summed in another order."""
     ranks = [Rank(qwen3 / "2", 0, 1)]
-    models = {name: load_qwen3(qwen3 / name) for name in ("1", "2")}
+    models = {name: load_model(qwen3 / name) for name in ("1", "2")}
 
     def probe(model: str) -> Probe:
         return Probe(

@@ -1,4 +1,4 @@
-"""Random tiny Qwen3s: a second architecture, and transformers as the oracle."""
+"""Random tiny Qwen3s: other architectures, and transformers as the oracle."""
 
 from __future__ import annotations
 
@@ -13,24 +13,38 @@ VOCAB = 97  # vLLM pads it to 128 rows
 EOS = 2
 
 
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # vLLM's CPU attention knows no 16
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+}
+
+
 def write_qwen3(path: Path, seed: int, *, tied: bool) -> None:
     """A checkpoint of two layers in FP32, scaled so that logits vary by token."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,  # vLLM's CPU attention knows no 16
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=EOS,
-    )
-    model = Qwen3ForCausalLM(config).float()
+    _write(Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=tied)), path, seed)
+
+
+def write_qwen3_moe(path: Path, seed: int) -> None:
+    """As `write_qwen3`, with two of four experts a token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(**SHAPE, **experts, norm_topk_prob=True, tie_word_embeddings=False)
+    _write(Qwen3MoeForCausalLM(config), path, seed)
+
+
+def _write(model: Any, path: Path, seed: int) -> None:
+    model = model.float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -40,10 +54,10 @@ def write_qwen3(path: Path, seed: int, *, tied: bool) -> None:
     model.save_pretrained(path)
 
 
-def load_qwen3(path: Path) -> Any:
-    from transformers import Qwen3ForCausalLM
+def load_model(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
 
-    return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 @torch.no_grad()

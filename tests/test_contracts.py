@@ -28,6 +28,12 @@ DOORS = {
         "inference.kernels.tensor_hash",
     ),
     "m3rl/rollout/m3_ranks.py": ("inference.parallel",),
+    "m3rl/rollout/vllm_": (
+        "inference.config",
+        "inference.engine.coverage",
+        "inference.kernels.tensor_hash",
+        "inference.models.name_map",
+    ),
     "m3rl/sft.py": ("inference.config",),
     "m3rl/model_layout.py": ("inference.config", "inference.models.name_map"),
     "m3rl/plan": ("inference.config", "inference.memory", "inference.parallel.config"),

@@ -14,13 +14,11 @@ character is one token and any text survives encode and decode. M3's markers fol
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from tiny_files import NUM_BYTES, ids_of, write_model_files
 
 # In the order of their ids in M3; the value says whether M3 flags the token special. Markers inside
 # an answer (reasoning, tool calls) are not: `skip_special_tokens` keeps them.
@@ -34,8 +32,7 @@ MARKERS: dict[str, bool] = {
     "<mm:think>": False,
     "</mm:think>": False,
 }
-NUM_BYTES = 256
-MARKER_IDS: dict[str, int] = {text: NUM_BYTES + place for place, text in enumerate(MARKERS)}
+MARKER_IDS = ids_of(MARKERS)
 PAD, EOS, BOS = "]!p~[", "[e~[", "]~!b["
 
 NUM_LAYERS = 4
@@ -133,52 +130,19 @@ def model_config() -> dict[str, Any]:
     }
 
 
-def tokenizer() -> Tokenizer:
-    """Bytes as tokens 0-255, then the markers."""
-    vocab = {character: byte for byte, character in bytes_to_unicode().items()}
-    result = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    result.decoder = decoders.ByteLevel()
-    for text, special in MARKERS.items():
-        token = AddedToken(text, special=special, normalized=False)
-        result.add_special_tokens([token]) if special else result.add_tokens([token])
-    return result
-
-
-def tokenizer_config() -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "padding_side": "right",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": MAX_POSITIONS,
-    }
-
-
-def generation_config() -> dict[str, Any]:
-    return {
-        "bos_token_id": MARKER_IDS[BOS],
-        "eos_token_id": MARKER_IDS[EOS],
-        "pad_token_id": MARKER_IDS[PAD],
-        "do_sample": True,
-        "temperature": 1.0,
-        "top_p": 0.95,
-    }
-
-
 def write(directory: Path) -> None:
-    """Write the five files into `directory`, which is made if need be."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, content in (
-        ("config.json", model_config()),
-        ("tokenizer_config.json", tokenizer_config()),
-        ("generation_config.json", generation_config()),
-    ):
-        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    tokenizer().save(str(directory / "tokenizer.json"), pretty=True)
+    write_model_files(
+        directory,
+        config=model_config(),
+        special_tokens={"bos_token": BOS, "eos_token": EOS, "pad_token": PAD},
+        generation={
+            "bos_token_id": MARKER_IDS[BOS],
+            "eos_token_id": MARKER_IDS[EOS],
+            "pad_token_id": MARKER_IDS[PAD],
+        },
+        markers=MARKERS,
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 if __name__ == "__main__":

@@ -150,8 +150,10 @@ def test_a_refused_request_ends_the_call_and_costs_no_replica(backend: M3Backend
 
 def test_only_the_replicas_that_are_named_generate(backend: M3Backend, model_path: Path) -> None:
     """Others are alive, and may hold what nobody should read."""
-    backend.load(str(model_path), 9, [1])
-    for replica, version in ((0, 0), (1, 9)):
+    held = {0: 8, 1: 9}
+    for replica, version in held.items():
+        backend.load(str(model_path), version, [replica])
+    for replica, version in held.items():
         outcome = backend.generate(REQUESTS, timeout_s=60, replicas=[replica])
         assert not outcome.lost
         assert outcome.generated.keys() == {r.request_id for r in REQUESTS}

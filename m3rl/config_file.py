@@ -219,6 +219,8 @@ def merge(base: Raw, top: Raw, origins: Origins, top_origins: Origins, prefix: s
     """Lay `top` over `base` in place, key by key; a mapping of another `kind` replaces the old, but
     for what is SHARED_BY_KINDS."""
     for key, value in top.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{prefix}{key!r}: a key must be text; put it in quotation marks")
         dotted = prefix + key
         old = base.get(key)
         origins[dotted] = top_origins.get(dotted, COMMAND_LINE)

@@ -16,10 +16,10 @@ from inference.config import ModelConfig
 from inference.models.name_map import published_tensors
 from m3rl.errors import M3rlError
 from m3rl.types import TensorSlot
-from m3rl.weight_files import READABLE_DTYPES, read_header, weight_files
+from m3rl.weight_files import READABLE_DTYPES, hold_the_same, read_header, weight_files
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""Tied embeddings are stored under both names by some: the first counts."""
+"""Tied embeddings are stored under both names by some, with the same values."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -55,7 +55,12 @@ def is_m3(path: Path) -> bool:
     Raises:
         ModelLayoutError: see `read_model_config`.
     """
-    return str(read_model_config(path).get("model_type", "")).startswith("minimax_m3")
+    model_type = read_model_config(path).get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelLayoutError(
+            f"{path / 'config.json'}: model_type is {model_type!r}, no name of an architecture"
+        )
+    return model_type.startswith("minimax_m3")
 
 
 def stop_ids(path: Path) -> tuple[int, ...]:
@@ -69,7 +74,12 @@ def stop_ids(path: Path) -> tuple[int, ...]:
     if generation.is_file():
         found.append(_read_object(generation).get("eos_token_id"))
     ids = [one if isinstance(one, list) else [one] for one in found if one is not None]
-    return tuple(dict.fromkeys(int(token) for each in ids for token in each))
+    tokens = [token for each in ids for token in each]
+    if odd := [token for token in tokens if type(token) is not int]:
+        raise ModelLayoutError(
+            f"{path / 'config.json'}: eos_token_id has {odd[0]!r}, no token id; write its number"
+        )
+    return tuple(dict.fromkeys(tokens))
 
 
 def max_positions(path: Path) -> int:
@@ -95,8 +105,8 @@ def whole_layout(path: Path, dtype: str) -> list[TensorSlot]:
         dtype: of the wire, 'float32' or 'bfloat16'; what M3 keeps in FP32 is 'float32' anyway.
 
     Raises:
-        ModelLayoutError: no readable weight files (not needed for M3), a tensor twice, or one that
-            is no floating-point tensor.
+        ModelLayoutError: no readable weight files (not needed for M3), a tensor twice, one that is
+            no floating-point tensor, or a tied head with values of its own.
     """
     if is_m3(path):
         return [
@@ -104,6 +114,7 @@ def whole_layout(path: Path, dtype: str) -> list[TensorSlot]:
             for spec in published_tensors(ModelConfig.from_pretrained(path))
         ]
     found: dict[str, tuple[int, ...]] = {}
+    files: dict[str, Path] = {}
     try:
         headers = [(file, read_header(file)) for file in weight_files(path)]
     except ValueError as error:
@@ -118,8 +129,15 @@ def whole_layout(path: Path, dtype: str) -> list[TensorSlot]:
             if name in found:
                 raise ModelLayoutError(f"{file}: {name} is in another file, too")
             found[name] = tuple(entry["shape"])
-    if read_model_config(path).get("tie_word_embeddings") is True and EMBEDDING in found:
-        found.pop(HEAD, None)
+            files[name] = file
+    is_tied = read_model_config(path).get("tie_word_embeddings") is True
+    if is_tied and {EMBEDDING, HEAD} <= found.keys():
+        del found[HEAD]
+        if not hold_the_same((files[EMBEDDING], EMBEDDING), (files[HEAD], HEAD)):
+            raise ModelLayoutError(
+                f"{path}: config.json ties embedding and head (tie_word_embeddings: true), and "
+                f"{HEAD} has other values than {EMBEDDING}; set tie_word_embeddings: false there"
+            )
     return layout_of(found, dtype)
 
 

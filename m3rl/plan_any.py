@@ -113,8 +113,8 @@ def _model_problems(config: Config, path: Path, *, generates: bool) -> dict[str,
     content = read_model_config(path)
     vocab_size = content.get("vocab_size")
     found: dict[str, list[str]] = {"model": [], "tokenizer": [], "weights": []}
-    found["tokenizer"] = own_tokenizer_problems(path, vocab_size, stop_ids(path))
     try:
+        found["tokenizer"] = own_tokenizer_problems(path, vocab_size, stop_ids(path))
         positions = max_positions(path)
         if generates and config.rollout.backend.kind == "vllm":
             found["model"] += vllm_model_problems(config, content)

@@ -50,12 +50,16 @@ def vllm_model_problems(config: Config, raw: Mapping[str, Any]) -> Iterator[str]
     backend = config.rollout.backend
     text = raw.get("text_config") or raw
     length, longest = vllm_model_len(config), text.get(MAX_POSITIONS)
-    if longest is not None and length > longest:
+    if isinstance(longest, int) and length > longest:
         yield (
             f"rollout.max_tokens: a replica is to serve {length} tokens ({_length_keys(config)}), "
             f"and the model has {MAX_POSITIONS} {longest}; shorten them"
         )
     ranks = backend.ranks_per_replica
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if not isinstance(text.get(key), int | None):
+            yield f"model.path: config.json has {key} {text[key]!r}, no number"
+            return
     heads: int = text.get("num_attention_heads", ranks)
     kv_heads: int = text.get("num_key_value_heads") or heads
     if not _divides(ranks, heads, kv_heads):

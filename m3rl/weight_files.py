@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 READABLE_DTYPES = ("F32", "BF16", "F16")
+COMPARED_BYTES = 64 << 20
+"""Read at a time where stored tensors are compared."""
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -56,6 +58,9 @@ def read_header(file: Path) -> dict[str, Any]:
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise ValueError(f"{file}: not a safetensors file; copy it again") from None
     header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+            raise ValueError(f"{file}: {name} has no dtype, shape and place; copy the file again")
     needed = 8 + length + max((e["data_offsets"][1] for e in header.values()), default=0)
     if size != needed:
         raise ValueError(
@@ -63,3 +68,26 @@ def read_header(file: Path) -> dict[str, Any]:
             "it is truncated or damaged, copy it again"
         )
     return header
+
+
+def hold_the_same(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
+    """Whether two stored tensors, each (file, name), have one dtype, one shape and the same bytes.
+
+    Raises:
+        ValueError: see `read_header`.
+    """
+    entries = [(file, read_header(file)[name]) for file, name in (one, other)]
+    (_, a), (_, b) = entries
+    if (a["dtype"], a["shape"]) != (b["dtype"], b["shape"]):
+        return False
+    left = a["data_offsets"][1] - a["data_offsets"][0]
+    with one[0].open("rb") as here, other[0].open("rb") as there:
+        for stream, (_, entry) in zip((here, there), entries, strict=True):
+            start = 8 + struct.unpack("<Q", stream.read(8))[0]
+            stream.seek(start + entry["data_offsets"][0])
+        while left > 0:
+            size = min(left, COMPARED_BYTES)
+            if here.read(size) != there.read(size):
+                return False
+            left -= size
+    return True

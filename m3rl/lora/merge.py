@@ -24,6 +24,7 @@ from inference.models.weights import (
     TensorSpec,
     published_tensors,
     read_checkpoint,
+    read_plain,
     transformers_placement,
     write_checkpoint,
 )
@@ -38,6 +39,7 @@ from m3rl.checkpoint import (
 )
 from m3rl.lora.adapters import merge_into
 from m3rl.lora.files import CONFIG_FILE, StoredAdapters
+from m3rl.model_layout import HEAD, is_m3, whole_layout
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MAX_SHARD_BYTES = 5 << 30
@@ -50,7 +52,7 @@ def merge_checkpoint(
 ) -> None:
     """Write the model that checkpoint `source` stands for as directory `target`, all or nothing.
 
-    One tensor and one file are in memory. The router's tensors stay FP32.
+    One tensor and one file are in memory. The tensors of M3's router stay FP32.
 
     Args:
         source: a checkpoint, or a run directory, whose latest one is taken.
@@ -72,8 +74,8 @@ def merge_checkpoint(
 
     def write(folder: Path) -> None:
         tensors = _merged(source, base) if is_adapted else _stored(source)
-        specs = {spec.name: spec for spec in published_tensors(_model(source))}
-        rounded = ((n, t if specs[n].is_fp32 else t.to(DTYPES[dtype])) for n, t in tensors)
+        fp32 = _fp32_names(source)
+        rounded = ((n, t if n in fp32 else t.to(DTYPES[dtype])) for n, t in tensors)
         write_checkpoint(folder, rounded, max_shard_bytes=MAX_SHARD_BYTES)
         for name, content in files.items():
             (folder / name).write_bytes(content)
@@ -116,8 +118,18 @@ def _without_quantization(content: bytes) -> bytes:
     return (json.dumps(raw, indent=2) + "\n").encode() if sections else content
 
 
+def _fp32_names(source: Path) -> set[str]:
+    """Tensors that stay FP32 in every checkpoint."""
+    if not is_m3(source):
+        return set()
+    return {spec.name for spec in published_tensors(_model(source)) if spec.is_fp32}
+
+
 def _stored(source: Path) -> Iterator[tuple[str, Tensor]]:
-    return read_checkpoint(source, _model(source))
+    if is_m3(source):
+        return read_checkpoint(source, _model(source))
+    shapes = {slot.name: slot.shape for slot in whole_layout(source, "float32")}
+    return read_plain(source, shapes, ignored=(HEAD,))
 
 
 def _merged(source: Path, base: Path | None) -> Iterator[tuple[str, Tensor]]:

@@ -3,10 +3,12 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from inference import LLM, SamplingParams
 from inference.models.checkpoint import CheckpointError as RuntimeCheckpointError
@@ -199,3 +201,11 @@ def test_the_command_merges_or_says_why_not(model, tmp_path, capsys):
     assert (
         capsys.readouterr().err == f"error: {tmp_path / 'out'} exists; give a path that does not\n"
     )
+
+
+def test_a_checkpoint_of_another_architecture_is_rounded_too(tmp_path):
+    source = Path("configs/models/tiny_qwen3")
+    merge_checkpoint(source, tmp_path / "out")
+    wanted, found = (load_file(f / "model.safetensors") for f in (source, tmp_path / "out"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name].bfloat16()) for name in wanted)

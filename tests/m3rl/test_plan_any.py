@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from m3rl.config import Config, ConfigError
 from m3rl.config_architecture import architecture_conflicts
@@ -205,4 +206,36 @@ def test_a_tensor_that_cannot_be_trained_is_named(tmp_path, copied):
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
     save_file(tensors, copied / "model.safetensors")
     with pytest.raises(ConfigError, match=r"model\.norm\.weight is I8"):
+        plan(tmp_path, copied)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eos_token_id": "</s>"}, "eos_token_id has '</s>', no token id"),
+        ({"num_attention_heads": "4"}, "num_attention_heads '4', no number"),
+    ],
+)
+def test_values_of_a_wrong_type_are_named(tmp_path, copied, changes, message):
+    change(copied / "config.json", **changes)
+    backend = {"backend": {"kind": "vllm"}}
+    with pytest.raises(ConfigError, match=message):
+        make_plan(config(tmp_path, copied, rollout=backend), is_launch=False)
+
+
+def test_a_key_that_is_no_text_is_named():
+    words = ["rollout.backend.kind=vllm", "rollout.backend.engine.extra={1: 2}"]
+    with pytest.raises(ConfigError, match=r"extra\.1: a key must be text"):
+        Config.load("configs/tiny_cpu.yaml", words)
+
+
+def test_a_tied_head_may_be_stored_and_must_be_the_embedding(tmp_path, copied):
+    file = copied / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file)
+    assert sum(plan(tmp_path, copied).parameters.values()) == NUM_PARAMETERS
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"ties embedding and head .* set tie_word_embeddings"):
         plan(tmp_path, copied)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import numpy as np
 
 from inference.config import ModelConfig
-from m3rl.model_layout import is_m3
+from m3rl.model_layout import is_m3, whole_layout
 from m3rl.rollout.backend import BackendError, Generated, PauseMode
 from m3rl.rollout.vllm_requests import (
     check_request,
@@ -88,9 +88,10 @@ class VllmEngine:
             settings.model_path,
             settings.dtype,
             drops_index=settings.uses_dense_m3,
-            shares_experts=settings.enable_expert_parallel and settings.tensor_parallel_size > 1,
+            num_staged=settings.num_staged,
         )
         self.workers = open_doors(self._engine.collective_rpc, options, settings.timeout_s)
+        self._require_whole()
 
     @property
     def max_model_len(self) -> int:
@@ -220,14 +221,27 @@ class VllmEngine:
             self._settle()
         return [found[f"scored {i}"] for i in range(len(prompts))]
 
+    def give_up_version(self) -> None:
+        """Before weights that serve are written over: no version does until all workers committed.
+
+        Raises:
+            EngineStateError: requests are under way and not paused.
+        """
+        if self._paused is None and self._live:
+            raise EngineStateError(
+                f"weights are written over while {len(self._live)} requests are under way; pause "
+                "the replica first"
+            )
+        self._settle()
+        self.version = None
+
     def commit(self, of_a_worker: Callable[[], T]) -> T:
         """Have a worker commit; the version serves when all workers have it, and the caches of the
         old one are empty.
 
         Raises:
             EngineStateError: requests are under way and not paused.
-            BackendError: a cache still holds what the old version computed, or a tensor arrived at
-                no worker.
+            BackendError: a cache still holds what the old version computed.
             Exception: what the commit raises; the old version serves on if it touched no weight.
         """
         if self._paused is None and self._live:
@@ -286,6 +300,16 @@ class VllmEngine:
         finally:
             self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
+    def _require_whole(self) -> None:
+        """Raises BackendError where a tensor of the model is wanted by no worker."""
+        wanted = {slot.name for worker in self.workers for slot in worker.call("weight_layout")}
+        whole = whole_layout(Path(self.settings.model_path), self.settings.dtype)
+        if lost := [slot.name for slot in whole if slot.name not in wanted]:
+            raise BackendError(
+                f"{len(lost)} tensors of {self.settings.model_path} are held by no worker of vLLM: "
+                f"{', '.join(lost[:4])}; set rollout.backend.engine.enable_expert_parallel: false"
+            )
+
     def _states(self) -> list[WorkerState]:
         timeout_s = self.settings.timeout_s
         return self._engine.collective_rpc("m3rl_state", timeout=timeout_s)
@@ -295,11 +319,6 @@ class VllmEngine:
         version = states[0].version
         if version is None or any(state.version != version for state in states):
             return  # a worker is still to commit
-        if lost := frozenset.intersection(*(state.not_here for state in states)):
-            raise BackendError(
-                f"version {version}: {len(lost)} tensors reached a parameter of no worker: "
-                f"{', '.join(sorted(lost)[:4])}"
-            )
         self._reset_caches(version)
         self._core.set_weight_version(str(version))
         self.version = version

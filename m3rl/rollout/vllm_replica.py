@@ -2,6 +2,8 @@
 
     a receiver's caller ──▶ the worker that holds it: staging memory; its commit is a command
 
+Where weights are staged by layers, so is that no version serves any more: before the first comes.
+
 The workers of tensor parallelism are processes of vLLM, each with a receiver of its own.
 """
 
@@ -66,6 +68,8 @@ class VllmReplica(EngineReplica[VllmEngine]):
         def call() -> Any:
             return self.engine.workers[rank].call("receiver_call", method, *args)
 
+        if method == "stream" and self.engine.settings.staging == "layers":
+            self._run(self.engine.give_up_version)
         if method != "commit":
             return call()
         return self._run(lambda: self.engine.commit(call))

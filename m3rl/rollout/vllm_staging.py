@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal, get_args
+from typing import Literal
 
 from m3rl.types import TensorSlot
 
 Staging = Literal["whole", "layers"]
-STAGINGS: tuple[str, ...] = get_args(Staging)
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -34,20 +34,19 @@ def num_buckets_staged(num_ranks: int) -> int:
     return 2 if num_ranks == 1 else 4
 
 
-def staged_bytes(
-    slots: Iterable[TensorSlot], itemsize: int, *, num_ranks: int, shares_experts: bool
-) -> tuple[int, int]:
-    """What a worker is sent in a sync, in all and in its largest bucket.
+def bytes_of_buckets(
+    slots: Iterable[TensorSlot], *, num_ranks: int, shares_experts: bool
+) -> dict[str, int]:
+    """What a worker is sent in a sync, by bucket.
 
     Args:
-        slots: whole tensors of the checkpoint.
-        itemsize: bytes of an element, FP32 tensors apart.
+        slots: whole tensors of the checkpoint, in the dtypes of the wire.
         shares_experts: each rank has its share of the experts; else all ranks are sent all.
     """
     buckets: dict[str, int] = {}
     experts: dict[str, dict[int, int]] = {}
     for slot in slots:
-        nbytes = math.prod(slot.shape) * (4 if slot.dtype == "float32" else itemsize)
+        nbytes = math.prod(slot.shape) * ITEMSIZE[slot.dtype]
         expert = EXPERT.search(slot.name) if shares_experts else None
         if expert is None:
             buckets[slot.bucket] = buckets.get(slot.bucket, 0) + nbytes
@@ -57,7 +56,7 @@ def staged_bytes(
     for bucket, sizes in experts.items():
         own = -(-len(sizes) // num_ranks)
         buckets[bucket] = buckets.get(bucket, 0) + own * max(sizes.values())
-    return sum(buckets.values()), max(buckets.values(), default=0)
+    return buckets
 
 
 def own_slots(
@@ -77,3 +76,11 @@ def own_slots(
         return int(expert[1]) in experts.get(int(layer[1]), {int(expert[1])})
 
     return [slot for slot in slots if is_own(slot.name)]
+
+
+def run_of_experts(num_experts: int, rank: int, num_ranks: int) -> frozenset[int]:
+    """Those of a layer that vLLM gives to a rank, unless it is told otherwise: ranks have runs of
+    equal length, the first ones one more where that does not come out even."""
+    size, more = divmod(num_experts, num_ranks)
+    first = rank * size + min(rank, more)
+    return frozenset(range(first, first + size + (rank < more)))

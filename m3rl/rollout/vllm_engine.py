@@ -84,6 +84,8 @@ class VllmEngine:
         """Outputs made between steps; the next step returns them."""
         self._paused: PauseMode | None = None
         self.version: int | None = None
+        self._is_loading = False
+        """Whether the weights that served are being written over: requests are taken meanwhile."""
         options = WeightOptions(
             settings.model_path,
             settings.dtype,
@@ -116,7 +118,7 @@ class VllmEngine:
             EngineStateError: no committed weights, or drained.
             ValueError: a request that cannot be served, with its numbers.
         """
-        if self.version is None:
+        if self.version is None and not self._is_loading:
             raise EngineStateError(
                 "no request is taken before the weights of a version are committed"
             )
@@ -233,7 +235,12 @@ class VllmEngine:
                 "the replica first"
             )
         self._settle()
-        self.version = None
+        self.version, self._is_loading = None, True
+
+    def give_up_load(self) -> None:
+        """What was to come after `give_up_version` does not: no request is taken any more. Any
+        thread may call it."""
+        self._is_loading = False
 
     def commit(self, of_a_worker: Callable[[], T]) -> T:
         """Have a worker commit; the version serves when all workers have it, and the caches of the
@@ -321,7 +328,7 @@ class VllmEngine:
             return  # a worker is still to commit
         self._reset_caches(version)
         self._core.set_weight_version(str(version))
-        self.version = version
+        self.version, self._is_loading = version, False
 
     def _reset_caches(self, version: int) -> None:
         """Raises BackendError where keys of an older version would be found by a later request."""

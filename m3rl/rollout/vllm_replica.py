@@ -9,7 +9,7 @@ The workers of tensor parallelism are processes of vLLM, each with a receiver of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,25 @@ class VllmReplica(EngineReplica[VllmEngine]):
         def call() -> Any:
             return self.engine.workers[rank].call("receiver_call", method, *args)
 
+        if method == "commit":
+            return self._run(lambda: self.engine.commit(call))
         if method == "stream" and self.engine.settings.staging == "layers":
-            self._run(self.engine.give_up_version)
-        if method != "commit":
-            return call()
-        return self._run(lambda: self.engine.commit(call))
+            return self._load(call)
+        if method == "close":
+            self.engine.give_up_load()
+        return call()
+
+    def _load(self, stream: Callable[[], Any]) -> Any:
+        """Layers are loaded as they come: what served is gone before the first one."""
+        self._run(self.engine.give_up_version)
+        is_done = False
+        try:
+            result = stream()
+            is_done = True
+        finally:
+            if not is_done:
+                self.engine.give_up_load()
+        return result
 
     def health(self) -> dict[str, Any]:
         report = super().health()

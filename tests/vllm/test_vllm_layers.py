@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -79,6 +81,31 @@ def test_layers_share_memory_with_the_next_but_one(replica):
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in staging.values()}
     held = sum(storage.nbytes() for storage in storages.values())
     assert held < sum(tensor.nbytes for tensor in staging.values())
+
+
+def test_a_request_that_comes_while_layers_do_is_served_by_the_new_version(qwen3, replica):
+    ranks = [Rank(qwen3 / "1", 0, 1)]
+    sync = connected(replica, ranks)
+    sync.sync(20)
+    ranks[0].load(qwen3 / "2")
+    weights = worker_of(replica)._m3rl_weights
+    written, asked = weights.written, []
+
+    def asking(first: int, last: int) -> None:
+        if not asked:
+            asked.append(ThreadPoolExecutor(1).submit(generated, replica, "early"))
+            while replica.engine._live == {}:
+                time.sleep(0.01)
+        written(first, last)
+
+    weights.written = asking
+    try:
+        sync.sync(21)
+    finally:
+        del weights.written
+    found = asked[0].result(30)
+    assert found.version_spans.tolist() == [[0, 21]]
+    assert found.token_ids.tolist() == greedy(load_model(qwen3 / "2"), PROMPT, 12)[0]
 
 
 def test_a_trainer_that_is_gone_leaves_no_version_and_the_next_sync_mends_it(

@@ -183,6 +183,21 @@ def test_a_sync_that_is_damaged_twice_leaves_no_version(qwen3, replica):
     expect_model(replica, qwen3 / "2", 7)
 
 
+def test_a_plan_that_would_overwrite_what_is_not_loaded_is_refused_before_a_byte_moves(
+    qwen3, replica, monkeypatch
+):
+    ranks = [Rank(qwen3 / "1", 0, 1)]
+    connected(replica, ranks).sync(30)
+    ranks[0].load(qwen3 / "2")
+    monkeypatch.setattr(worker_of(replica)._m3rl_weights, "_num_staged", 1)
+    sync = connected(replica, ranks)
+    with pytest.raises(
+        SyncError, match=r"would be received over weights of round \d+ that are not"
+    ):
+        sync.sync(31)
+    expect_model(replica, qwen3 / "1", 30)
+
+
 def test_weights_come_from_the_trainer_alone(qwen3, replica):
     """Nothing is kept that a delta could change, or that another replica could take."""
     ranks = [Rank(qwen3 / "1", 0, 1)]

@@ -111,6 +111,7 @@ def vllm_settings(config: Config) -> VllmSettings:
         kv_cache_gib=engine.kv_cache_gib,
         enable_prefix_caching=engine.enable_prefix_caching,
         enforce_eager=engine.enforce_eager,
+        staging=engine.staging,
         num_threads=backend.num_threads,
         capture_routing=config.rollout.capture_routing,
         extra=engine.extra,

@@ -85,7 +85,13 @@ class VllmEngineOptions(Section):
     """Ranks that split the layers of the same requests, on one host; a GPU each with device:
     cuda."""
     enable_expert_parallel: Bool = False
-    """Whether these ranks share the routed experts out whole, instead of splitting each."""
+    """Whether these ranks share the routed experts out whole, instead of splitting each; a rank
+    receives in a weight sync none but its own then."""
+    staging: Literal["whole", "layers"] = "whole"
+    """What a rank receives a weight sync into, beside its part of the model: whole, all that it is
+    sent, while the replica serves; layers, two layers of it, or four with several ranks, which are
+    loaded as they come, while the replica is paused. A sync that breaks off then leaves it without
+    weights, and a lost replica takes them from the trainer, not from another."""
     max_model_len: Annotated[Int, Field(ge=2)] | None = None
     """Longest sequence; null: data.max_prompt_tokens + rollout.max_tokens, the longest of a run."""
     max_num_seqs: Int = Field(default=256, ge=1)
@@ -94,8 +100,8 @@ class VllmEngineOptions(Section):
     """Tokens of one engine step. With device: cuda longer prefills are done in chunks; with device:
     cpu none is, so it must hold a sequence."""
     gpu_memory_utilization: Annotated[Fraction, Field(gt=0)] = 0.9
-    """Share of a GPU's memory that a rank takes with device: cuda, the second copy of its weights
-    that a weight sync is received into not counted."""
+    """Share of a GPU's memory that a rank takes with device: cuda, what a weight sync is received
+    into not counted, see staging."""
     kv_cache_gib: Float = Field(default=1.0, gt=0)
     """GiB of the KV cache of a rank with device: cpu."""
     enable_prefix_caching: Bool = False

@@ -23,6 +23,8 @@ def vllm_conflicts(config: Config) -> Iterator[Conflict]:
     yield from _not_offered(config)
     if backend.device == "cpu":
         yield from _not_on_cpu(config, backend.engine)
+    if backend.engine.staging == "layers":
+        yield from _not_by_layers(config)
     if config.weight_sync.pause == "keep" and backend.engine.enable_prefix_caching:
         yield (
             "weight_sync.pause: keep lets requests run on through a weight sync, and vLLM cannot "
@@ -30,6 +32,16 @@ def vllm_conflicts(config: Config) -> Iterator[Conflict]:
             "is of the old weights, while their blocks are in use; set pause: recompute or drain, "
             "or enable_prefix_caching: false",
             ("weight_sync.pause", "rollout.backend.engine.enable_prefix_caching"),
+        )
+
+
+def _not_by_layers(config: Config) -> Iterator[Conflict]:
+    if config.weight_sync.delta:
+        yield (
+            "weight_sync.delta: sends what changed in the weights that a replica received last, "
+            "and with rollout.backend.engine.staging: layers it keeps none as they were sent; set "
+            "delta: false, or staging: whole",
+            ("weight_sync.delta", "rollout.backend.engine.staging"),
         )
 
 
@@ -104,7 +116,8 @@ def idle_vllm_keys(backend: VllmBackendConfig) -> Iterator[tuple[str, bool, str]
 
 def vllm_notices(config: Config) -> Iterator[str]:
     """What vLLM does not promise and the bundled runtime does."""
-    if config.rollout.backend.kind != "vllm":
+    backend = config.rollout.backend
+    if backend.kind != "vllm":
         return
     yield (
         "rollout.backend.kind: vllm, so a batch's shape may change the bits of its "
@@ -112,7 +125,13 @@ def vllm_notices(config: Config) -> Iterator[str]:
         "train.max_mismatch), and a resumed run may sample other completions than an "
         "uninterrupted one"
     )
-    yield (
-        "rollout.backend.kind: vllm, so a replica takes new weights while it is paused, not by a "
-        "flip between two copies: one that fails within is poisoned and started again"
-    )
+    if backend.engine.staging == "whole":
+        yield (
+            "rollout.backend.kind: vllm, so a replica takes new weights while it is paused, not by "
+            "a flip between two copies: one that fails within is poisoned and started again"
+        )
+    else:
+        yield (
+            "rollout.backend.engine.staging: layers, so a replica is paused while the weights of a "
+            "sync travel, and one whose sync breaks off is poisoned and started again"
+        )

@@ -39,7 +39,7 @@ from m3rl.plan_vllm import (
     vllm_memory,
     vllm_model_problems,
 )
-from m3rl.sync_plan import SyncSetting
+from m3rl.sync_plan import SyncSetting, published_layout
 from m3rl.weight_sync.errors import LayoutError
 from m3rl.weight_sync.simulate import Projection
 
@@ -186,7 +186,8 @@ def _replica_memory(
     if backend.kind == "vllm":
         width = DTYPE_BYTES[config.policy.dtype]
         weights = {name: width * count for name, count in count_parameters(model).items()}
-        plan, refusal = vllm_memory(backend, weights, _gpu(config))
+        slots = published_layout(model, config.policy.dtype)
+        plan, refusal = vllm_memory(backend, weights, slots, _gpu(config))
         problems += [] if refusal is None else [refusal]
         return plan
     try:
@@ -324,13 +325,15 @@ def _length_problems(config: Config, model: model_config.ModelConfig) -> list[st
 def _sync_setting(
     config: Config, model: model_config.ModelConfig, trainer: TrainerSetting
 ) -> SyncSetting:
+    backend = config.rollout.backend
     return SyncSetting(
         model,
         _engine_config(config),
         trainer.shards,
         _parallel(config),
-        config.rollout.backend.num_replicas,
-        holds_whole=config.rollout.backend.kind == "vllm",
+        backend.num_replicas,
+        holds_whole=backend.kind == "vllm",
+        shares_experts=backend.kind == "vllm" and backend.engine.enable_expert_parallel,
         wire=config.weight_sync.wire,
         delta=config.weight_sync.delta,
         chunk_bytes=config.weight_sync.chunk_mib << 20,

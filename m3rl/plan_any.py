@@ -29,7 +29,7 @@ from m3rl.model_layout import (
 )
 from m3rl.plan_files import dataset_problems, is_here, missing_reward, run_dir_problems
 from m3rl.plan_trainer import FP32, MIN_TILE_IDS, STAGED_BYTES, TILE_LOGITS, nonzero
-from m3rl.plan_vllm import missing_vllm, vllm_memory, vllm_model_problems
+from m3rl.plan_vllm import missing_vllm, received, vllm_memory, vllm_model_problems
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.trainer_layout import chunk, expert_of
 
@@ -61,6 +61,7 @@ class AnyPlan:
     sent_bytes: int
     """From the busiest trainer rank in a weight sync of one replica."""
     received_bytes: int
+    """In a sync, by the worker of a replica that receives the most."""
     """To each worker: all weights, whole."""
     replica: dict[str, int]
     """Bytes of one rank of a replica by use; empty where none is started."""
@@ -175,12 +176,18 @@ def _plan_of(
         trainer=rank.uses(),
         host_bytes=rank.adam if config.optimizer.offload else 0,
         sent_bytes=width * rank.own,
-        received_bytes=width * rank.total,
+        received_bytes=_received_bytes(config, slots) if generates else width * rank.total,
         replica=_replica(config, slots) if slots and generates else {},
         step_tokens=rollout.prompts_per_step * rollout.group_size * row,
         notices=tuple(notices),
         needed=tuple(needed),
     )
+
+
+def _received_bytes(config: Config, slots: Collection[TensorSlot]) -> int:
+    backend = config.rollout.backend
+    assert backend.kind == "vllm", "architecture_conflicts refuses the others"
+    return sum(received(slots, backend.ranks_per_replica, backend.engine).values())
 
 
 def _replica(config: Config, slots: Collection[TensorSlot]) -> dict[str, int]:
@@ -190,7 +197,7 @@ def _replica(config: Config, slots: Collection[TensorSlot]) -> dict[str, int]:
     width, memory_gib = DTYPE_BYTES[config.policy.dtype], backend.gpu_memory_gib
     weights = {name: width * count for name, count in by_class(slots).items()}
     gpu_bytes = None if memory_gib is None else int(memory_gib * (1 << 30))
-    memory, refusal = vllm_memory(backend, weights, gpu_bytes)
+    memory, refusal = vllm_memory(backend, weights, slots, gpu_bytes)
     if refusal is not None:
         raise ConfigError(refusal)
     return {"weights": sum(memory.weights.values()), **memory.cache, **memory.buffers}

@@ -22,7 +22,7 @@ def describe_any(plan: AnyPlan) -> str:
     if plan.parameters:
         lines.append(
             f"weight sync: {size_text(plan.sent_bytes)} from the busiest trainer rank, "
-            f"{size_text(plan.received_bytes)} to each worker of a replica, which takes all weights"
+            f"{size_text(plan.received_bytes)} to each worker of a replica"
         )
     lines += [f"note: {notice}" for notice in plan.notices]
     lines += [f"needed at launch: {what}" for what in plan.needed]

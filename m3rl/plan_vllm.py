@@ -5,16 +5,18 @@ Reads config.json alone; imports neither vllm nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from inference.config import ModelConfig
 from inference.memory import MemoryPlan, size_text
 from inference.parallel.config import ParallelConfig
 from m3rl.config import Config
-from m3rl.config_vllm import VllmBackendConfig
+from m3rl.config_vllm import VllmBackendConfig, VllmEngineOptions
 from m3rl.rollout.backend import BackendError
+from m3rl.rollout.vllm_staging import bytes_of_buckets, num_buckets_staged
 from m3rl.rollout.vllm_version import installed_version
+from m3rl.types import TensorSlot
 
 MAX_POSITIONS = "max_position_embeddings"
 
@@ -111,15 +113,19 @@ def vllm_m3_notices(config: Config) -> Iterator[str]:
 
 
 def vllm_memory(
-    backend: VllmBackendConfig, weights: Mapping[str, int], gpu_bytes: int | None
+    backend: VllmBackendConfig,
+    weights: Mapping[str, int],
+    slots: Collection[TensorSlot],
+    gpu_bytes: int | None,
 ) -> tuple[MemoryPlan, str | None]:
     """One rank of a replica, and why it does not fit a GPU.
 
     Args:
         weights: bytes of the whole model in policy.dtype, by class.
+        slots: its tensors, as a weight sync sends them.
         gpu_bytes: what a process may have of its GPU; None: not known, or no GPU.
     """
-    ranks, engine, whole = backend.ranks_per_replica, backend.engine, sum(weights.values())
+    ranks, engine = backend.ranks_per_replica, backend.engine
     own = {name: -(-size // ranks) for name, size in weights.items()}
     cache: dict[str, int] = {}
     if backend.device == "cpu":
@@ -131,15 +137,37 @@ def vllm_memory(
         parallel=ParallelConfig(tp=ranks),
         weights=own,
         cache=cache,
-        buffers={"weights of a sync, whole": whole},
+        buffers=_staged(slots, ranks, engine),
         gpu_bytes=gpu_bytes,
         max_num_pages=None,
     )
-    return plan, None if gpu_bytes is None else _refusal(plan, engine.gpu_memory_utilization)
+    return plan, None if gpu_bytes is None else _refusal(plan, engine, slots)
 
 
-def _refusal(plan: MemoryPlan, utilization: float) -> str | None:
-    gpu_bytes = plan.gpu_bytes
+def received(
+    slots: Collection[TensorSlot], ranks: int, engine: VllmEngineOptions
+) -> dict[str, int]:
+    """Bytes of a sync to the rank that receives the most, by bucket."""
+    shares = engine.enable_expert_parallel and ranks > 1
+    return bytes_of_buckets(slots, num_ranks=ranks, shares_experts=shares)
+
+
+def _staged(slots: Collection[TensorSlot], ranks: int, engine: VllmEngineOptions) -> dict[str, int]:
+    """What a rank receives a sync into."""
+    buckets = received(slots, ranks, engine)
+    if engine.staging == "whole":
+        return {"weights of a sync, whole": sum(buckets.values())}
+    largest = max(buckets.values(), default=0)
+    return {
+        "layers of a sync": num_buckets_staged(ranks) * largest,
+        "a layer that is loaded": largest,
+    }
+
+
+def _refusal(
+    plan: MemoryPlan, engine: VllmEngineOptions, slots: Collection[TensorSlot]
+) -> str | None:
+    gpu_bytes, utilization = plan.gpu_bytes, engine.gpu_memory_utilization
     assert gpu_bytes is not None, "nobody looks where it is not known"
     staged, own = sum(plan.buffers.values()), sum(plan.weights.values())
     taken = int(utilization * gpu_bytes)
@@ -150,12 +178,45 @@ def _refusal(plan: MemoryPlan, utilization: float) -> str | None:
         f"set rollout.backend.engine.gpu_memory_utilization between {own / gpu_bytes:.2f} and "
         f"{most:.2f}"
         if own < gpu_bytes - staged
-        else "each rank receives a sync's weights whole before it loads its part of them, so more "
-        "ranks do not help; set rollout.backend.kind: m3"
+        else _smaller_staging(plan, engine, slots)
     )
     return (
         f"rollout.backend: a GPU of {size_text(gpu_bytes)} holds {size_text(own)} of weights, "
         f"within the {size_text(taken)} that vLLM may take "
         f"(gpu_memory_utilization {utilization:g}), and beside these {size_text(staged)} that a "
         f"weight sync is received into; {cure}"
+    )
+
+
+def _smaller_staging(
+    plan: MemoryPlan, engine: VllmEngineOptions, slots: Collection[TensorSlot]
+) -> str:
+    """The first change after which there is room for a sync beside the weights."""
+    ranks, own, gpu_bytes = plan.parallel.tp, sum(plan.weights.values()), plan.gpu_bytes
+    assert gpu_bytes is not None, "nobody looks where it is not known"
+    for changes in (
+        {"enable_expert_parallel": True},
+        {"staging": "layers"},
+        {"enable_expert_parallel": True, "staging": "layers"},
+    ):
+        other = engine.model_copy(update=changes)
+        staged = sum(_staged(slots, ranks, other).values())
+        if own < gpu_bytes - staged:
+            written = {
+                "enable_expert_parallel": "enable_expert_parallel: true (a rank receives "
+                "its own experts alone)",
+                "staging": "staging: layers",
+            }
+            keys = " and ".join(
+                f"rollout.backend.engine.{written[name]}"
+                for name in changes
+                if getattr(engine, name) != getattr(other, name)
+            )
+            return (
+                f"set {keys}, which is {size_text(staged)}, and gpu_memory_utilization between "
+                f"{own / gpu_bytes:.2f} and {(gpu_bytes - staged) / gpu_bytes:.2f}"
+            )
+    return (
+        "staging: layers and enable_expert_parallel: true do not make room enough; raise "
+        "rollout.backend.engine.tensor_parallel_size, or set rollout.backend.kind: m3"
     )

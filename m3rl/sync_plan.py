@@ -17,6 +17,7 @@ from inference.memory import plan_memory
 from inference.models.name_map import TensorSpec, published_tensors, transformers_placement
 from inference.parallel.config import ParallelConfig
 from inference.parallel.shards import runtime_shards
+from m3rl.rollout.vllm_staging import own_slots, run_of_experts
 from m3rl.types import TensorSlot
 from m3rl.weight_sync.layout import whole
 from m3rl.weight_sync.simulate import Links, Projection, simulate
@@ -37,6 +38,8 @@ class SyncSetting:
     num_replicas: int = 1
     holds_whole: bool = False
     """Whether each worker of a replica receives every tensor whole, as vLLM's do."""
+    shares_experts: bool = False
+    """With `holds_whole`: of the experts each worker receives its share alone."""
     wire: str = "bf16"
     """See `WeightSyncConfig.wire`."""
     delta: bool = False
@@ -57,11 +60,9 @@ class SyncSetting:
 def _project(setting: SyncSetting) -> Projection:
     model, repeats = one_layer_of_each_kind(setting.model)
     tensors = published_layout(model, setting.engine.dtype)
-    parallel = ParallelConfig() if setting.holds_whole else setting.replica
-    workers = [rank % parallel.world for rank in range(setting.replica.world)]
     return simulate(
         trainer_layouts(tensors, transformers_placement(model), setting.trainer),
-        [runtime_layout(model, setting.engine, parallel, rank) for rank in workers],
+        [_worker_layout(model, setting, rank) for rank in range(setting.replica.world)],
         num_replicas=setting.num_replicas,
         repeats=repeats,
         chunk_bytes=setting.chunk_bytes,
@@ -69,6 +70,16 @@ def _project(setting: SyncSetting) -> Projection:
         wire=setting.wire,
         links=LINKS,
     )
+
+
+def _worker_layout(model: ModelConfig, setting: SyncSetting, rank: int) -> list[TensorSlot]:
+    if not setting.holds_whole:
+        return runtime_layout(model, setting.engine, setting.replica, rank)
+    whole_model = runtime_layout(model, setting.engine, ParallelConfig(), 0)
+    if not setting.shares_experts:
+        return whole_model
+    own = run_of_experts(model.num_local_experts, rank, setting.replica.world)
+    return own_slots(whole_model, dict.fromkeys(model.moe_layers, own))
 
 
 @cache

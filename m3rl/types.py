@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -169,6 +169,26 @@ class LoadPlan(Protocol):
         engine quantises a named tuple of them, `values` and `scale`."""
 
 
+@runtime_checkable
+class SharedPlaces(LoadPlan, Protocol):
+    """Where places are the memory of others later on: what is `written` is read before it returns.
+
+    Only the rounds of the plan can be received so, all of them; nothing is kept that could be given
+    to another replica, or changed by a delta.
+    """
+
+    def check_rounds(self, rounds: Sequence[Sequence[int]]) -> None:
+        """Prove that no part comes over one that is not read. The next round is under way when one
+        is `written`, and the one after that is not.
+
+        Args:
+            rounds: numbers of the parts that each brings.
+
+        Raises:
+            ValueError: one would.
+        """
+
+
 class WeightTarget(Protocol):
     """The engine's side of a weight sync.
 
@@ -188,23 +208,25 @@ class WeightTarget(Protocol):
     def weight_layout(self) -> Iterable[Any]:
         """Objects with the fields of TensorSlot."""
 
-    def serving_places(self) -> Sequence[Any]:
-        """The memory of `version`, by slot of `weight_layout`, in the forms of LoadPlan.places: for
-        another worker to take it from there, and never to be written."""
-
     def plan_load(self, parts: Sequence[tuple[str, tuple[tuple[int, int], ...]]]) -> LoadPlan:
         """Parts by published name and bounds; together all that the engine holds, once."""
 
     def begin_load(self, version: int, plan: Any = None) -> None: ...
     def abort_load(self) -> None: ...
-    def write(self, name: str, bounds: tuple[tuple[int, int], ...], tensor: Any) -> None:
-        """For a load without a plan."""
 
     def written(self, first: int, last: int) -> None:
         """Parts `first` to `last` - 1 of the plan are in place; each once."""
 
     def commit(self) -> None: ...
-    def weights_hash(self, *, shadow: bool = False) -> dict[str, int]: ...
+
+
+@runtime_checkable
+class GivingTarget(Protocol):
+    """A WeightTarget that keeps what it serves as it was sent."""
+
+    def serving_places(self) -> Sequence[Any]:
+        """The memory of `version`, by slot of `weight_layout`, in the forms of LoadPlan.places: for
+        another worker to take it from there, and never to be written."""
 
 
 class Receiver(Protocol):

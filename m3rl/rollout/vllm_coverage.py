@@ -26,7 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from inference.engine.coverage import WeightLoadError
-from m3rl.rollout.vllm_reload import pack_experts_again, pack_tied_layers, put_back, replaced
+from m3rl.rollout.vllm_reload import (
+    pack_experts_again,
+    pack_tied_layers,
+    process_begun_layers,
+    put_back,
+    replaced,
+)
 
 LISTED = 4
 """Names that an error shows of each kind."""
@@ -40,7 +46,11 @@ class Flow(TorchDispatchMode):
         # The weak reference keeps the address from being given to another storage.
         self._marks: dict[int, tuple[StorageWeakRef, set[str]]] = {}
         for name, tensor in tensors.items():
-            self._mark(tensor, {name})
+            self.mark(name, tensor)
+
+    def mark(self, name: str, tensor: Tensor) -> None:
+        """The values of `tensor`, in memory of its own, are those of `name`."""
+        self._mark(tensor, {name})
 
     def names_in(self, tensor: Tensor) -> set[str]:
         """Of the tensors whose values are in the memory of `tensor`."""
@@ -91,20 +101,22 @@ class CoverageCheck:
     model: nn.Module
     exempt: Collection[str] = ()
     """Names that this model has no place for, and is known to compute the same without."""
-    elsewhere: Callable[[str], bool] = lambda name: False
-    """Of names that may lie on other workers of the replica."""
-    not_here: frozenset[str] = frozenset()
-    """After a load: names of `elsewhere` that reached no parameter of this worker."""
     _counts: _Counts | None = None
     """Of the first load; None before it, and after one that failed."""
+    progress: list[int] = field(default_factory=list)
+    """Layers that the first load had loaded, each time that it was asked."""
     _filled: dict[tuple[str, str], _Filled] = field(default_factory=dict)
     _one_memory: list[tuple[str, ...]] = field(default_factory=list)
     """Names of tensors that vLLM loads into the same parameter, one over the other: a head that is
     tied to the embedding, and comes nevertheless."""
 
     @contextmanager
-    def watched(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    def watched(self, tensors: Mapping[str, Tensor | None]) -> Iterator[Watch]:
         """Around a load of `tensors` by vLLM's layerwise reload.
+
+        Args:
+            tensors: None: it comes when vLLM asks for it, and is gone at the end; the block tells
+                of it.
 
         Raises:
             WeightLoadError: at its end; names the tensors that did not arrive, and the parameters
@@ -127,10 +139,12 @@ class CoverageCheck:
             if self._counts is None:
                 flow = self._follow(stack, tensors, layer_names)
             first, self._counts = self._counts, None  # after a failure it is followed anew
-            yield
+            watch = Watch(self, flow, counts)
+            yield watch
             pack_tied_layers(self.model, counts)
         if flow is not None:
             self._check_first(flow, tensors)
+            self.progress = watch.progress
             self._one_memory = self._names_of_one_memory()
             self._filled.clear()
         elif first is not None and counts != first:
@@ -139,12 +153,15 @@ class CoverageCheck:
         self._counts = counts
 
     def _follow(
-        self, stack: ExitStack, tensors: Mapping[str, Tensor], layer_names: Mapping[Any, str]
+        self,
+        stack: ExitStack,
+        tensors: Mapping[str, Tensor | None],
+        layer_names: Mapping[Any, str],
     ) -> Flow:
         from vllm.model_executor.model_loader.reload import layerwise
         from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-        flow = Flow(tensors)
+        flow = Flow({name: each for name, each in tensors.items() if each is not None})
         self._filled.clear()
         for _, tensor in self._loaded_in_place():
             _fill_with_nan(tensor)
@@ -168,10 +185,8 @@ class CoverageCheck:
         for name, tensor in _own_tensors(layer):
             self._filled[layer_name, name] = _look_at(flow, tensor)
 
-    def _check_first(self, flow: Flow, tensors: Mapping[str, Tensor]) -> None:
-        filled = dict(self._filled)
-        for key, tensor in self._loaded_in_place():
-            filled[key] = _look_at(flow, tensor)
+    def _check_first(self, flow: Flow, tensors: Collection[str]) -> None:
+        filled = self._filled_in_all(flow)
         for layer_name, layer in self.model.named_modules():
             for name, tensor in _own_tensors(layer):
                 if (layer_name, name) not in filled and flow.names_in(tensor):
@@ -179,24 +194,34 @@ class CoverageCheck:
                     filled[layer_name, name] = _look_at(flow, tensor)
         arrived = set().union(*(each.names for each in filled.values()))
         lost = set(tensors) - arrived - set(self.exempt)
-        self.not_here = frozenset(name for name in lost if self.elsewhere(name))
-        faults = _listed("reached no parameter: ", sorted(lost - self.not_here))
+        faults = _listed("reached no parameter: ", sorted(lost))
         surplus = arrived & set(self.exempt)
         faults += _listed("were to have no place in this model, and have: ", sorted(surplus))
         empty = [key for key in self._parameters() if not _has_names(filled.get(key))]
         faults += _listed("received nothing: ", [".".join(key).lstrip(".") for key in empty])
-        partial = [
-            f"{'.'.join(key).lstrip('.')} ({each.num_missing} of {each.numel} elements)"
-            for key, each in filled.items()
-            if each.names and each.num_missing
-        ]
-        faults += _listed("were not filled, or with NaN: ", partial)
+        faults += _partial(filled)
         if faults:
             raise WeightLoadError(
                 "vLLM did not take the weights as they were sent: " + "; ".join(faults) + ". Its "
                 "model and the checkpoint are not one architecture, or it knows tensors by other "
                 "names; nothing is served"
             )
+
+    def expect_loaded(self, flow: Flow, names: Collection[str]) -> None:
+        """While a load is followed, see `Watch`."""
+        filled = self._filled_in_all(flow)
+        arrived = set().union(*(each.names for each in filled.values()))
+        lost = sorted(set(names) - arrived - set(self.exempt))
+        faults = _listed("have no place, or are kept beyond their layer: ", lost)
+        if faults := faults + _partial(filled):
+            raise WeightLoadError(
+                "vLLM does not load this model layer by layer: " + "; ".join(faults) + "; set "
+                "rollout.backend.engine.staging: whole"
+            )
+
+    def _filled_in_all(self, flow: Flow) -> dict[tuple[str, str], _Filled]:
+        in_place = {key: _look_at(flow, tensor) for key, tensor in self._loaded_in_place()}
+        return self._filled | in_place
 
     def _names_of_one_memory(self) -> list[tuple[str, ...]]:
         found: dict[int, set[str]] = {}
@@ -207,10 +232,17 @@ class CoverageCheck:
                     found.setdefault(tensor.data_ptr(), set()).update(filled.names)
         return [tuple(sorted(names)) for names in found.values() if len(names) > 1]
 
-    def _check_equal(self, tensors: Mapping[str, Tensor]) -> None:
+    def _check_equal(self, tensors: Mapping[str, Tensor | None]) -> None:
         for first, *others in self._one_memory:
             for other in others:
-                if not torch.equal(tensors[first], tensors[other]):
+                here, there = tensors[first], tensors[other]
+                if here is None or there is None:
+                    raise WeightLoadError(
+                        f"{first} and {other} are one parameter in vLLM, and whether they are "
+                        "equal is not known where a sync comes layer by layer; set "
+                        "rollout.backend.engine.staging: whole, or untie them in config.json"
+                    )
+                if not torch.equal(here, there):
                     raise WeightLoadError(
                         f"{first} and {other} are one parameter in vLLM, as the config's "
                         "tie_word_embeddings says, and came with different values; untie them in "
@@ -243,6 +275,41 @@ class CoverageCheck:
         )
 
 
+@dataclass(slots=True)
+class Watch:
+    """How the block of a watched load tells of tensors that come one after the other."""
+
+    check: CoverageCheck
+    flow: Flow | None
+    """None: this load is not followed; it must come as far as the first each time."""
+    counts: _Counts
+    """Grows with each layer."""
+    progress: list[int] = field(default_factory=list)
+
+    def gives(self, name: str, tensor: Tensor) -> None:
+        """Before vLLM has `tensor`, which has memory of its own."""
+        if self.flow is not None:
+            self.flow.mark(name, tensor)
+
+    def expect_loaded(self, names: Collection[str]) -> None:
+        """After vLLM has asked for more than `names`, and before their memory is written again.
+
+        Raises:
+            WeightLoadError: a layer will read one of them later, or is not filled by them.
+        """
+        waiting = process_begun_layers(self.check.model)
+        self.progress.append(len(self.counts))
+        if self.flow is not None:
+            self.check.expect_loaded(self.flow, names)
+        elif self.progress != self.check.progress[: len(self.progress)]:
+            waiting = list(names)
+        if waiting:
+            raise WeightLoadError(
+                f"vLLM reads {', '.join(waiting[:LISTED])} later than layer by layer; set "
+                "rollout.backend.engine.staging: whole"
+            )
+
+
 class _TellsItsEnd(list[Any]):
     """A list that calls `then` when it was walked through for the first time."""
 
@@ -255,6 +322,15 @@ class _TellsItsEnd(list[Any]):
         then, self._then = self._then, None
         if then is not None:
             then()
+
+
+def _partial(filled: Mapping[tuple[str, str], _Filled]) -> list[str]:
+    partial = [
+        f"{'.'.join(key).lstrip('.')} ({each.num_missing} of {each.numel} elements)"
+        for key, each in filled.items()
+        if each.names and each.num_missing
+    ]
+    return _listed("were not filled, or with NaN: ", partial)
 
 
 def _own_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import numpy as np
 
 from inference.config import ModelConfig
-from m3rl.model_layout import is_m3
+from m3rl.model_layout import is_m3, whole_layout
 from m3rl.rollout.backend import BackendError, Generated, PauseMode
 from m3rl.rollout.vllm_requests import (
     check_request,
@@ -84,13 +84,16 @@ class VllmEngine:
         """Outputs made between steps; the next step returns them."""
         self._paused: PauseMode | None = None
         self.version: int | None = None
+        self._is_loading = False
+        """Whether the weights that served are being written over: requests are taken meanwhile."""
         options = WeightOptions(
             settings.model_path,
             settings.dtype,
             drops_index=settings.uses_dense_m3,
-            shares_experts=settings.enable_expert_parallel and settings.tensor_parallel_size > 1,
+            num_staged=settings.num_staged,
         )
         self.workers = open_doors(self._engine.collective_rpc, options, settings.timeout_s)
+        self._require_whole()
 
     @property
     def max_model_len(self) -> int:
@@ -115,7 +118,7 @@ class VllmEngine:
             EngineStateError: no committed weights, or drained.
             ValueError: a request that cannot be served, with its numbers.
         """
-        if self.version is None:
+        if self.version is None and not self._is_loading:
             raise EngineStateError(
                 "no request is taken before the weights of a version are committed"
             )
@@ -220,14 +223,32 @@ class VllmEngine:
             self._settle()
         return [found[f"scored {i}"] for i in range(len(prompts))]
 
+    def give_up_version(self) -> None:
+        """Before weights that serve are written over: no version does until all workers committed.
+
+        Raises:
+            EngineStateError: requests are under way and not paused.
+        """
+        if self._paused is None and self._live:
+            raise EngineStateError(
+                f"weights are written over while {len(self._live)} requests are under way; pause "
+                "the replica first"
+            )
+        self._settle()
+        self.version, self._is_loading = None, True
+
+    def give_up_load(self) -> None:
+        """What was to come after `give_up_version` does not: no request is taken any more. Any
+        thread may call it."""
+        self._is_loading = False
+
     def commit(self, of_a_worker: Callable[[], T]) -> T:
         """Have a worker commit; the version serves when all workers have it, and the caches of the
         old one are empty.
 
         Raises:
             EngineStateError: requests are under way and not paused.
-            BackendError: a cache still holds what the old version computed, or a tensor arrived at
-                no worker.
+            BackendError: a cache still holds what the old version computed.
             Exception: what the commit raises; the old version serves on if it touched no weight.
         """
         if self._paused is None and self._live:
@@ -286,6 +307,16 @@ class VllmEngine:
         finally:
             self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
+    def _require_whole(self) -> None:
+        """Raises BackendError where a tensor of the model is wanted by no worker."""
+        wanted = {slot.name for worker in self.workers for slot in worker.call("weight_layout")}
+        whole = whole_layout(Path(self.settings.model_path), self.settings.dtype)
+        if lost := [slot.name for slot in whole if slot.name not in wanted]:
+            raise BackendError(
+                f"{len(lost)} tensors of {self.settings.model_path} are held by no worker of vLLM: "
+                f"{', '.join(lost[:4])}; set rollout.backend.engine.enable_expert_parallel: false"
+            )
+
     def _states(self) -> list[WorkerState]:
         timeout_s = self.settings.timeout_s
         return self._engine.collective_rpc("m3rl_state", timeout=timeout_s)
@@ -295,14 +326,9 @@ class VllmEngine:
         version = states[0].version
         if version is None or any(state.version != version for state in states):
             return  # a worker is still to commit
-        if lost := frozenset.intersection(*(state.not_here for state in states)):
-            raise BackendError(
-                f"version {version}: {len(lost)} tensors reached a parameter of no worker: "
-                f"{', '.join(sorted(lost)[:4])}"
-            )
         self._reset_caches(version)
         self._core.set_weight_version(str(version))
-        self.version = version
+        self.version, self._is_loading = version, False
 
     def _reset_caches(self, version: int) -> None:
         """Raises BackendError where keys of an older version would be found by a later request."""

@@ -75,3 +75,21 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, before)
+
+
+def process_begun_layers(model: nn.Module) -> list[str]:
+    """Process the layers that took something and wait for more: what comes later is lost, as it is
+    for padding that never comes. Returns those that are only processed at the end."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    waiting = []
+    for name, layer in list(model.named_modules()):
+        info = layerwise.get_layerwise_info(layer)
+        if not info.can_load() or not info.loaded_weights:
+            continue
+        if is_deferred_attention_layer(layer):
+            waiting.append(name)
+        else:
+            layerwise._layerwise_process(layer, info)
+    return waiting

@@ -2,12 +2,14 @@
 
     a receiver's caller ──▶ the worker that holds it: staging memory; its commit is a command
 
+Where weights are staged by layers, so is that no version serves any more: before the first comes.
+
 The workers of tensor parallelism are processes of vLLM, each with a receiver of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +68,25 @@ class VllmReplica(EngineReplica[VllmEngine]):
         def call() -> Any:
             return self.engine.workers[rank].call("receiver_call", method, *args)
 
-        if method != "commit":
-            return call()
-        return self._run(lambda: self.engine.commit(call))
+        if method == "commit":
+            return self._run(lambda: self.engine.commit(call))
+        if method == "stream" and self.engine.settings.staging == "layers":
+            return self._load(call)
+        if method == "close":
+            self.engine.give_up_load()
+        return call()
+
+    def _load(self, stream: Callable[[], Any]) -> Any:
+        """Layers are loaded as they come: what served is gone before the first one."""
+        self._run(self.engine.give_up_version)
+        is_done = False
+        try:
+            result = stream()
+            is_done = True
+        finally:
+            if not is_done:
+                self.engine.give_up_load()
+        return result
 
     def health(self) -> dict[str, Any]:
         report = super().health()

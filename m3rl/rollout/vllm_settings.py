@@ -13,6 +13,7 @@ from typing import Any, Literal
 from m3rl.model_layout import is_m3
 from m3rl.rollout import vllm_m3
 from m3rl.rollout.backend import BackendError
+from m3rl.rollout.vllm_staging import Staging, num_buckets_staged
 
 GIB = 1 << 30
 WORKER_EXTENSION = "m3rl.rollout.vllm_worker.WorkerExtension"
@@ -71,12 +72,20 @@ class VllmSettings:
     """Memory for keys and values, on the CPU."""
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    staging: Staging = "whole"
+    """Whether a worker has room for all that it is sent in a sync, or for a few layers of it."""
     num_threads: int = 1
     capture_routing: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `EngineArgs`."""
     timeout_s: float = 120.0
     """Longest wait for a worker: a step, and any call of a weight sync."""
+
+    @property
+    def num_staged(self) -> int | None:
+        """Buckets of a sync that a worker has room for; None: all."""
+        ranks = self.tensor_parallel_size
+        return num_buckets_staged(ranks) if self.staging == "layers" else None
 
     @property
     def uses_dense_m3(self) -> bool:

@@ -39,6 +39,10 @@ INTERFACE = (
     ("vllm.model_executor.model_loader.reload.utils", "get_tensor_load_numel"),
     ("vllm.model_executor.layers.attention", "is_deferred_attention_layer"),
     (
+        "vllm.model_executor.layers.fused_moe.expert_map_manager",
+        "ExpertMapManager.get_local_expert_ids",
+    ),
+    (
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
         "UnquantizedFusedMoEMethod",
     ),

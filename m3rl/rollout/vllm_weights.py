@@ -44,6 +44,24 @@ class _Load:
     progress: Coverage | PlannedParts
 
 
+def check_parts(slots: Iterable[TensorSlot], parts: Iterable[Part]) -> tuple[Part, ...]:
+    """The parts, if each element of the slots is in one of them.
+
+    Raises:
+        WeightLoadError: a part that does not fit, or parts that miss or repeat an element.
+    """
+    coverage, agreed = Coverage(slots), tuple(parts)  # type: ignore[arg-type]
+    for name, bounds in agreed:
+        coverage.check(name, bounds)
+        coverage.add(name, bounds)
+    if missing := coverage.missing():
+        raise WeightLoadError(
+            f"the parts of the plan leave {len(missing)} tensors incomplete: "
+            f"{', '.join(missing[:8])}"
+        )
+    return agreed
+
+
 class StagedWeights:
     """A `WeightTarget` over the model of a vLLM worker."""
 
@@ -58,7 +76,7 @@ class StagedWeights:
     ) -> None:
         """
         Args:
-            slots: the whole tensors of the checkpoint.
+            slots: the whole tensors that this worker needs.
             device: of the weights.
             reload: has vLLM load tensors by name into the model.
             check: of what becomes of them.
@@ -111,15 +129,7 @@ class StagedWeights:
         Raises:
             WeightLoadError: a part that does not fit, or parts that miss or repeat an element.
         """
-        coverage, agreed = Coverage(self._slots.values()), tuple(parts)  # type: ignore[arg-type]
-        for name, bounds in agreed:
-            coverage.check(name, bounds)
-            coverage.add(name, bounds)
-        if missing := coverage.missing():
-            raise WeightLoadError(
-                f"the parts of the plan leave {len(missing)} tensors incomplete: "
-                f"{', '.join(missing[:8])}"
-            )
+        agreed = check_parts(self._slots.values(), parts)
         return StagedPlan(agreed, tuple(self._place(name, bounds) for name, bounds in agreed))
 
     def begin_load(self, version: int, plan: StagedPlan | None = None) -> None:
@@ -246,7 +256,7 @@ class StagedWeights:
                 f"weight syncs into vLLM need {needed / GIB:.1f} GiB on each GPU of a replica, for "
                 f"the whole tensors of the checkpoint beside the model, and {free / GIB:.1f} GiB "
                 "are free; lower rollout.backend.engine.gpu_memory_utilization, or set "
-                "rollout.backend.kind: m3"
+                "rollout.backend.engine.staging: layers"
             )
 
     def _synchronize(self) -> None:

@@ -15,7 +15,6 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import ProcessError
 from multiprocessing.connection import Connection, Listener
@@ -24,11 +23,14 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch import nn
 
 from m3rl.model_layout import whole_layout
 from m3rl.rollout.receiver_seat import ReceiverSeat
 from m3rl.rollout.vllm_coverage import CoverageCheck
+from m3rl.rollout.vllm_layers import LayeredWeights
 from m3rl.rollout.vllm_m3 import index_names
+from m3rl.rollout.vllm_staging import LAYER, own_slots
 from m3rl.rollout.vllm_weights import StagedWeights
 from m3rl.rollout.vllm_worker_handle import WeightOptions
 from m3rl.sync_transport import gpu_of
@@ -36,14 +38,14 @@ from m3rl.types import Receiver, TensorSlot
 
 logger = logging.getLogger(__name__)
 
+VllmWeights = StagedWeights | LayeredWeights
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
     """What a worker's weights are."""
 
     version: int | None
-    not_here: frozenset[str]
-    """Names of the newest load that have no place on this worker."""
 
 
 class WorkerExtension:
@@ -53,32 +55,39 @@ class WorkerExtension:
         """Open the worker's door; returns its address."""
         worker: Any = self
         model = worker.model_runner.get_model()
-        elsewhere: Callable[[str], bool] = (
-            (lambda name: ".experts." in name) if options.shares_experts else (lambda name: False)
-        )
+        slots = own_slots(whole_layout(Path(options.model_path), options.dtype), experts_of(model))
 
         def reload(tensors: Any) -> None:
             worker.reload_weights(weights_iterator=iter(tensors), is_checkpoint_format=True)
 
         exempt = index_names(options.model_path) if options.drops_index else frozenset()
-        self._m3rl_weights = StagedWeights(
-            whole_layout(Path(options.model_path), options.dtype),
-            worker.device,
-            reload,
-            CoverageCheck(model, exempt, elsewhere),
-        )
+        target = slots, worker.device, reload, CoverageCheck(model, exempt)
+        self._m3rl_weights: VllmWeights
+        if options.num_staged is None:
+            self._m3rl_weights = StagedWeights(*target)
+        else:
+            self._m3rl_weights = LayeredWeights(*target, options.num_staged)
         self._m3rl_door = WorkerDoor(self._m3rl_weights, worker.device, authkey)
         return self._m3rl_door.address
 
     def m3rl_state(self) -> WorkerState:
-        weights = self._m3rl_weights
-        return WorkerState(weights.version, weights.check.not_here)
+        return WorkerState(self._m3rl_weights.version)
+
+
+def experts_of(model: nn.Module) -> dict[int, frozenset[int]]:
+    """Layer -> its experts that this worker of expert parallelism holds."""
+    found: dict[int, frozenset[int]] = {}
+    for name, module in model.named_modules():
+        experts, layer = getattr(module, "expert_map_manager", None), LAYER.search(f"{name}.")
+        if experts is not None and layer is not None:
+            found[int(layer[1])] = frozenset(experts.get_local_expert_ids())
+    return found
 
 
 class WorkerDoor:
     """Serves calls on a worker's weights and receiver, each from a thread of its own."""
 
-    def __init__(self, weights: StagedWeights, device: torch.device, authkey: bytes) -> None:
+    def __init__(self, weights: VllmWeights, device: torch.device, authkey: bytes) -> None:
         self._weights, self._device = weights, device
         self._seat = ReceiverSeat()
         # In Linux's abstract namespace: no file is left behind by a process that is killed.

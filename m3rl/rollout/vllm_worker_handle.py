@@ -22,8 +22,8 @@ class WeightOptions:
     """Of the wire."""
     drops_index: bool
     """Whether the model is M3 without its index branch."""
-    shares_experts: bool
-    """Whether each worker holds whole experts, some of them: expert parallelism."""
+    num_staged: int | None
+    """Buckets that have memory at a time, see `vllm_layers`; None: all."""
 
 
 class WorkerHandle:

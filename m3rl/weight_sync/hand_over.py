@@ -23,7 +23,7 @@ from torch import Tensor
 
 from inference.kernels.mxfp8 import BLOCK_SIZE, SCALE_SUFFIX, MXFP8Tensor
 from inference.kernels.tensor_hash import HashPart, HashTable
-from m3rl.types import TensorSlot
+from m3rl.types import GivingTarget, SharedPlaces, TensorSlot
 from m3rl.weight_sync.errors import RefusedError
 from m3rl.weight_sync.lane import Lane
 from m3rl.weight_sync.layout import Bounds, layout_digest
@@ -87,6 +87,10 @@ class WorkerReceiver(EngineReceiver):
         assert self._target is not None, "bind() comes first"
         return self._target.version
 
+    def gives(self) -> bool:
+        """Whether its engine keeps what it serves as it was sent, for another to take."""
+        return isinstance(self._target, GivingTarget)
+
     def offer(self, hand_over: HandOver) -> None:
         """Say whether `give` would refuse, before anybody waits for it.
 
@@ -103,7 +107,7 @@ class WorkerReceiver(EngineReceiver):
             TransportError: the other worker is late or gone.
         """
         self._expect_served(hand_over)
-        assert self._target is not None, "bind() comes first"
+        assert isinstance(self._target, GivingTarget), "the driver asks others only"
         places = self._target.serving_places()
         pieces, hashes = pieces_of(self._layout, places), self._hashes(hand_over, places)
         transport = Transport.join(hand_over.spec, GIVER, pieces[0].memory.device)
@@ -127,6 +131,10 @@ class WorkerReceiver(EngineReceiver):
         self._expect_layout(hand_over)
         assert self._target is not None, "bind() comes first"
         plan = self._target.plan_load([(slot.name, slot.bounds) for slot in self._layout])
+        if isinstance(plan, SharedPlaces):
+            raise RefusedError(
+                f"{self._name} loads weights as they come, and from the trainer alone"
+            )
         pieces, hashes = pieces_of(self._layout, plan.places), self._hashes(hand_over, plan.places)
         with self._given_up_unless_done():
             self._target.begin_load(hand_over.version, plan)

@@ -44,6 +44,7 @@ class JoiningReplica(Replica):
                 other
                 for other in others
                 if other is not self
+                and other.gives
                 and (other.state, other.version) == (ReplicaState.READY, version)
                 and other.layouts == self.layouts
             ),

@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from m3rl.host import this_host
-from m3rl.types import LoadPlan, TensorSlot, WeightTarget
+from m3rl.types import LoadPlan, SharedPlaces, TensorSlot, WeightTarget
 from m3rl.weight_sync.delta import Delta
 from m3rl.weight_sync.delta_receive import DeltaRounds
 from m3rl.weight_sync.errors import NonFiniteError, RefusedError, SyncError, VerificationError
@@ -147,6 +148,10 @@ class EngineReceiver:
             raise RefusedError(
                 f"{self._name}: its device still works on a sync that was given up; restart it"
             )
+        if prepare.base is not None and isinstance(self._load_plan, SharedPlaces):
+            raise RefusedError(
+                f"{self._name} loads weights as they come and keeps none that a delta could change"
+            )
         if prepare.base is not None and prepare.base != self._base:
             raise RefusedError(
                 f"{self._name} holds the weights of sync {self._base}, and the delta is one to "
@@ -166,11 +171,20 @@ class EngineReceiver:
         return spots
 
     def arrange(self, arranged: Arranged, passes: Passes) -> None:
-        """After the first `prepare` of some ops: make room for them as both ends will move them."""
+        """After the first `prepare` of some ops: make room for them as both ends will move them.
+
+        Raises:
+            RefusedError: places share memory, and something would come over what is not read.
+        """
         self._expect(ReceiverState.PREPARED)
         assert self._transport is not None, "prepare() needs a connection"
         assert self._agreed is not None, "prepare() sets the ops"
         assert self._load_plan is not None, "prepare() plans the load"
+        if isinstance(self._load_plan, SharedPlaces):
+            try:
+                self._load_plan.check_rounds([list(chain(*messages)) for messages in arranged])
+            except ValueError as error:
+                raise RefusedError(f"{self._name}: {error}") from error
         shapes = {slot.name: slot.shape for slot in self._layout}
         self._rounds = ReceiveRounds(
             self._agreed.ops,
@@ -310,7 +324,9 @@ class EngineReceiver:
         is_done = False
         try:
             if delta is None:
-                rounds.run(transport, deadline, self._target.written, verify=verify)
+                is_read = isinstance(self._load_plan, SharedPlaces)
+                written = self._target.written
+                rounds.run(transport, deadline, written, verify=verify, is_read=is_read)
             else:
                 self._receive_delta(transport, rounds, delta, deadline)
             transport.note("done")

@@ -146,12 +146,14 @@ class ReceiveRounds:
         written: Callable[[int, int], None],
         *,
         verify: bool,
+        is_read: bool = False,
     ) -> None:
         """Receive all rounds; everything is in its place, on the device too, when it returns.
 
         Args:
             written: told of each range of ops that the device was told to put into place.
             verify: also hash what then lies there.
+            is_read: `written` reads what came: it is called when the device has put it there.
 
         Raises:
             TransportError: a member is late or gone.
@@ -175,6 +177,9 @@ class ReceiveRounds:
                 transport.wait(posted, deadline)
                 passing = self._pass_on(number + 1, transport)
                 self._put_in_place(number)
+                if is_read:
+                    # Whoever reads would wait for a sender that died without a deadline.
+                    transport.wait_for_device(self._lane.mark(), deadline)
                 for first, last in here.ops:
                     written(first, last)
                 if verify:

@@ -72,6 +72,8 @@ class Replica:
         self._sums: HashSums | None = None
         self._driver = driver
         self._has_shadow = False
+        self.gives = False
+        """Whether another replica can take its weights from here; known once it is attached."""
         self._shares: dict[str, Share] = {}
         """What each member, by name, has to do in a sync."""
         self._ops_known = False
@@ -107,6 +109,7 @@ class Replica:
         }
         self._gather("attach", attached)
         self._has_shadow = all(self._gather("attach", self._on_workers("has_shadow")))
+        self.gives = all(self._gather("attach", self._on_workers("gives")))
         names = self._gather("attach", self._on_workers("node"))
         self._nodes = [names.index(name) for name in names]
         return self._gather("layout", self._on_workers("layout"))

@@ -24,6 +24,7 @@ REACHES = {
     f"{ENGINE}.kv_cache_gib": ("0.75", {"kv_cache_gib": 0.75}),
     f"{ENGINE}.enable_prefix_caching": ("true", {"enable_prefix_caching": True}),
     f"{ENGINE}.enforce_eager": ("true", {"enforce_eager": True}),
+    f"{ENGINE}.staging": ("layers", {"staging": "layers"}),
     f"{ENGINE}.extra": ("{block_size: 32}", {"extra": {"block_size": 32}}),
     "rollout.backend.num_threads": ("3", {"num_threads": 3}),
     "rollout.backend.device": ("cuda", {"device": "cuda"}),

@@ -181,3 +181,17 @@ def test_what_vllm_does_not_promise_is_said(tmp_path):
     agreement, flip = vllm_notices(load(tmp_path))
     assert "no strict agreement with the trainer" in agreement
     assert "not by a flip between two copies" in flip
+
+
+def test_a_delta_needs_weights_that_are_kept_as_they_were_sent(tmp_path):
+    words = [f"{ENGINE}.staging=layers", "weight_sync.delta=true", "policy.dtype=bfloat16"]
+    text = refusal(tmp_path, *words)
+    assert "weight_sync.delta: sends what changed" in text
+    assert "set delta: false, or staging: whole" in text
+    assert load(tmp_path, words[0]).rollout.backend.engine.staging == "layers"
+
+
+def test_a_replica_that_is_paused_while_weights_travel_is_told(tmp_path):
+    by_layers = list(vllm_notices(load(tmp_path, f"{ENGINE}.staging=layers")))
+    assert any("is paused while the weights of a sync travel" in each for each in by_layers)
+    assert not any("travel" in each for each in vllm_notices(load(tmp_path)))

@@ -8,6 +8,8 @@ from m3rl.config import Config, ConfigError
 from m3rl.plan import make_plan
 from m3rl.plan_text import describe, gpu_table
 from m3rl.plan_vllm import vllm_memory, vllm_model_problems
+from m3rl.rollout.vllm_staging import own_slots, run_of_experts
+from m3rl.types import TensorSlot
 from tests.m3rl.run_files import TEXT_CONFIG, settings, write_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -84,9 +86,25 @@ def test_m3_in_bf16_on_the_cpu_build_is_noticed(tmp_path):
     assert not [n for n in plan(vllm(tmp_path)).notices if n.startswith("policy.dtype")]
 
 
+def layers(*sizes: int, num_experts: int = 0) -> list[TensorSlot]:
+    """Layers of so many GiB in BF16, of which the experts are three quarters if there are any."""
+    found = []
+    for number, size in enumerate(sizes):
+        parts = {"mlp.weight": 1}
+        if num_experts:
+            parts = {f"mlp.experts.{i}.w1.weight": 3 / 4 / num_experts for i in range(num_experts)}
+            parts |= {"self_attn.q_proj.weight": 1 / 4}
+        for name, part in parts.items():
+            shape = (int(part * size * GIB / 2),)
+            name = f"model.layers.{number}.{name}"
+            slot = TensorSlot(name, "bfloat16", shape, ((0, shape[0]),), f"layer.{number}")
+            found.append(slot)
+    return found
+
+
 def test_a_rank_holds_its_share_of_the_weights_and_all_of_a_sync(tmp_path):
     backend = vllm(tmp_path, {"tensor_parallel_size": 4, "kv_cache_gib": 2.0}).rollout.backend
-    memory, fault = vllm_memory(backend, {"a": 40 * GIB, "b": 8 * GIB}, None)
+    memory, fault = vllm_memory(backend, {"a": 40 * GIB, "b": 8 * GIB}, layers(40, 8), None)
     assert fault is None
     assert memory.uses == {
         "a": 10 * GIB,
@@ -96,13 +114,34 @@ def test_a_rank_holds_its_share_of_the_weights_and_all_of_a_sync(tmp_path):
     }
 
 
+@pytest.mark.parametrize(("ranks", "num_staged"), [(1, 2), (2, 4)])
+def test_a_rank_that_stages_by_layers_has_room_for_a_few(tmp_path, ranks, num_staged):
+    """Of the largest layer, one more while vLLM puts its modules together."""
+    engine = {"tensor_parallel_size": ranks, "staging": "layers"}
+    backend = vllm(tmp_path, engine).rollout.backend
+    memory, _ = vllm_memory(backend, {"a": 20 * GIB}, layers(2, 4, *[2] * 7), None)
+    assert memory.buffers == {
+        "layers of a sync": num_staged * 4 * GIB,
+        "a layer that is loaded": 4 * GIB,
+    }
+
+
+def test_a_rank_of_expert_parallelism_receives_its_own_experts(tmp_path):
+    """5 experts over 2 ranks: one has 3 of them, 3/5 of 3/4 of a layer, and 1/4 is shared."""
+    engine = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    backend = vllm(tmp_path, engine).rollout.backend
+    memory, _ = vllm_memory(backend, {"a": 40 * GIB}, layers(20, 20, num_experts=5), None)
+    assert memory.buffers == {"weights of a sync, whole": 2 * (9 + 5) * GIB}
+
+
 @pytest.mark.parametrize(
     ("weights", "ranks", "utilization", "said"),
     [
         (40, 2, 0.5, None),
         (40, 2, 0.9, "gpu_memory_utilization between 0.20 and 0.60"),
         (40, 2, 0.1, "gpu_memory_utilization between 0.20 and 0.60"),
-        (120, 8, 0.5, "more ranks do not help; set rollout.backend.kind: m3"),
+        (120, 8, 0.5, r"staging: layers, which is 60.0 GiB, and .* between 0.15 and 0.40"),
+        (800, 8, 0.9, "raise rollout.backend.engine.tensor_parallel_size, or set .*kind: m3"),
     ],
 )
 def test_what_a_gpu_cannot_hold_is_refused_with_the_nearest_that_fits(
@@ -110,30 +149,57 @@ def test_what_a_gpu_cannot_hold_is_refused_with_the_nearest_that_fits(
 ):
     engine = {"tensor_parallel_size": ranks, "gpu_memory_utilization": utilization}
     backend = vllm(tmp_path, engine, device="cuda").rollout.backend
-    memory, fault = vllm_memory(backend, {"all": weights * GIB}, 100 * GIB)
+    slots = layers(*[weights // 10] * 10)
+    memory, fault = vllm_memory(backend, {"all": weights * GIB}, slots, 100 * GIB)
     if said is None:
         assert fault is None
         assert memory.total_bytes == 90 * GIB
         assert memory.cache == {"KV cache, activations, graphs": 30 * GIB}
     else:
-        assert said in fault
+        assert re.search(said, fault)
 
 
-def test_the_real_m3_is_more_than_a_vllm_rank_can_receive():
-    words = [
-        "rollout.backend.kind=vllm",
-        "rollout.backend.engine.tensor_parallel_size=16",
-        "rollout.capture_routing=false",
-        "policy.replay_routing=false",
-        "rollout.capture_blocks=false",
-        "policy.replay_blocks=false",
-        "weight_sync.wire=bf16",
-    ]
-    wanted = Config.load(CONFIGS / "m3_256gpu.yaml", words)
+REAL_M3 = [
+    "rollout.backend.kind=vllm",
+    "rollout.backend.engine.tensor_parallel_size=16",
+    "rollout.capture_routing=false",
+    "policy.replay_routing=false",
+    "rollout.capture_blocks=false",
+    "policy.replay_blocks=false",
+    "weight_sync.wire=bf16",
+]
+
+
+def test_the_real_m3_is_more_than_a_vllm_rank_can_receive_whole():
+    wanted = Config.load(CONFIGS / "m3_256gpu.yaml", REAL_M3)
     assert wanted.rollout.backend.gpu_memory_gib == 139
     text = refusal(wanted)
     assert re.search(r"beside these 79\d\.\d GiB that a weight sync is received into", text)
-    assert "set rollout.backend.kind: m3" in text
+    assert "set rollout.backend.engine.enable_expert_parallel: true (a rank receives" in text
+
+
+def test_a_vllm_rank_of_expert_parallelism_receives_the_real_m3_layer_by_layer():
+    engine = "rollout.backend.engine"
+    words = [f"{engine}.enable_expert_parallel=true", f"{engine}.staging=layers"]
+    words += [f"{engine}.gpu_memory_utilization=0.8"]
+    found = plan(Config.load(CONFIGS / "m3_256gpu.yaml", [*REAL_M3, *words]))
+    assert found.replica.total_bytes < 139 * GIB
+    assert 70 * GIB < max(found.projection.received_bytes) < 75 * GIB
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks", "runs"), [(4, 2, [[0, 1], [2, 3]]), (5, 2, [[0, 1, 2], [3, 4]])]
+)
+def test_experts_are_shared_out_in_runs(num_experts, num_ranks, runs):
+    found = [sorted(run_of_experts(num_experts, rank, num_ranks)) for rank in range(num_ranks)]
+    assert found == runs
+
+
+def test_a_worker_needs_all_but_the_experts_of_others():
+    slots = layers(8, 8, num_experts=4)
+    own = own_slots(slots, {0: frozenset({1, 2})})
+    gone = [slot.name for slot in slots if slot not in own]
+    assert gone == [f"model.layers.0.mlp.experts.{n}.w1.weight" for n in (0, 3)]
 
 
 def test_every_worker_of_a_vllm_replica_receives_every_tensor_whole(tmp_path):

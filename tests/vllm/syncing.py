@@ -55,7 +55,7 @@ def connected(
 ) -> WeightSync:
     sync = WeightSync(
         LocalSenders(ranks),
-        {0: Receivers(replica)},
+        {0: [Receivers(replica, rank) for rank in range(len(replica.engine.workers))]},
         pause=lambda _: replica.pause(pause),
         resume=lambda _: replica.resume(),
         host="127.0.0.1",

@@ -52,8 +52,10 @@ def test_grpo_with_vllm_survives_the_death_of_its_replica_and_probes_its_version
 
 
 @pytest.mark.timeout(400)
-def test_three_steps_of_another_architecture(tmp_path: Path) -> None:
-    run = Run("train", tmp_path / "run", "train.steps=3", config="configs/qwen_vllm_cpu.yaml")
+@pytest.mark.parametrize("staging", ["whole", "layers"])
+def test_three_steps_of_another_architecture(tmp_path: Path, staging: str) -> None:
+    words = ["train.steps=3", f"rollout.backend.engine.staging={staging}"]
+    run = Run("train", tmp_path / "run", *words, config="configs/qwen_vllm_cpu.yaml")
     run.finish()
     check_steps(run, 3)
     assert all(line["refit/checksum_ok"] == 1.0 for line in metrics(run.run_dir))

@@ -14,11 +14,9 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from inference.engine.coverage import WeightLoadError
 from m3rl.model_layout import whole_layout
-from m3rl.rollout.backend import BackendError
 from m3rl.rollout.vllm_coverage import CoverageCheck
 from m3rl.rollout.vllm_m3 import index_names
 from m3rl.rollout.vllm_weights import StagedWeights
-from m3rl.rollout.vllm_worker import WorkerState
 from m3rl.types import TensorSlot
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -38,7 +36,7 @@ class Model:
         self.tensors = {name.removeprefix("language_model."): tensor for name, tensor in stored}
         self._exempt = exempt
 
-    def target(self, slots=None, elsewhere=lambda name: False) -> StagedWeights:
+    def target(self, slots=None) -> StagedWeights:
         """As it is when an engine is new: nothing was loaded through it."""
 
         def reload(tensors) -> None:
@@ -48,7 +46,7 @@ class Model:
             list((slots or self.slots).values()),
             torch.device("cpu"),
             reload,
-            CoverageCheck(self.module, self._exempt, elsewhere),
+            CoverageCheck(self.module, self._exempt),
         )
 
     def load(self, target: StagedWeights, version: int) -> None:
@@ -90,25 +88,6 @@ def test_a_name_that_vllm_skips_in_silence_is_told(model):
     with pytest.raises(WeightLoadError, match=f"1 reached no parameter: {name}"):
         model.load(target, 3)
     assert target.version is None
-
-
-def test_a_name_that_may_lie_on_another_worker_is_noted(model):
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    extra = dataclasses.replace(model.slots["model.norm.weight"], name=name)
-    target = model.target(model.slots | {name: extra}, elsewhere=lambda n: "rotary" in n)
-    model.load(target, 3)
-    assert (target.version, target.check.not_here) == (3, {name})
-
-
-def test_a_name_that_lies_on_no_worker_keeps_the_version_from_serving(
-    model, qwen3, qwen3_replica, monkeypatch
-):
-    engine = qwen3_replica.engine
-    states = [WorkerState(9, frozenset({"e.0", "e.1"})), WorkerState(9, frozenset({"e.1"}))]
-    monkeypatch.setattr(engine, "_states", lambda: states)
-    with pytest.raises(BackendError, match=r"1 tensors reached a parameter of no worker: e\.1"):
-        qwen3_replica.load(str(qwen3 / "1"), 9)
-    assert engine.version is None
 
 
 def test_a_tied_head_that_comes_nevertheless_must_be_the_embedding(model):

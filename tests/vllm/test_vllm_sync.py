@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -168,6 +169,13 @@ def test_requests_go_on_through_a_sync_and_tell_the_versions_apart(
     ranks[0].load(qwen3 / "2")
     found = []
     count = 100
+    step = qwen3_replica.engine.step
+
+    def slow_step():
+        time.sleep(0.02)  # else a busy machine is through before the sync begins
+        return step()
+
+    monkeypatch.setattr(qwen3_replica.engine, "step", slow_step)
 
     def generate() -> None:
         found.extend(qwen3_replica.generate([request("long", count, temperature=1.0)]))

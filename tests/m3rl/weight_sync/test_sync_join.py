@@ -325,3 +325,15 @@ def test_a_peer_generates_while_it_gives_and_the_newcomer_then_generates_the_sam
         assert again.version_spans.tolist() == [[0, 1]]
         assert again.token_ids.tolist() == result.token_ids.tolist()
         assert again.logprobs.tolist() == result.logprobs.tolist()
+
+
+@pytest.mark.usefixtures("_store_without_sockets")
+def test_a_replica_that_keeps_nothing_as_it_was_sent_is_not_asked():
+    engines = {r: FakeEngine(layout()) for r in range(2)}
+    sync, senders, _ = local_driver(engines)
+    senders.load(3)
+    sync.sync(1)
+    sync.bring(1, 1)
+    assert phases(sync, 1)[-len(SYNCED) :] == SYNCED
+    assert "offer" not in [event.phase for event in sync.events]
+    assert_holds(engines[1].tensors, layout(), 3)

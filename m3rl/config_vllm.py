@@ -8,62 +8,7 @@ from pydantic import Field, field_validator
 
 from m3rl.config_backend import BackendConfig, Ranks
 from m3rl.config_file import Bool, Float, Fraction, Int, Seconds, Section
-
-_REPLICAS = "a replica is one engine; set rollout.backend.num_replicas for more of them"
-_LOGPROBS = (
-    "training needs the log-probability of each sampled token under the sampling distribution"
-)
-_SYNCED = "weights come from the weight sync alone"
-_VERSIONS = "a token must be of the policy version that its step computed with"
-_PIPELINE = "the weight sync knows replicas split by tensor_parallel_size alone"
-
-SET_BY_M3RL = {
-    "model": "set model.path",
-    "model_weights": _SYNCED,
-    "tokenizer": "prompts and completions are token ids; set model.path",
-    "tokenizer_mode": "prompts and completions are token ids; set model.path",
-    "tokenizer_revision": "prompts and completions are token ids; set model.path",
-    "skip_tokenizer_init": "a tokenizer is there where rollout.stop needs one",
-    "revision": "set model.path to a folder",
-    "runner": "a replica generates",
-    "convert": "a replica generates",
-    "dtype": "set policy.dtype, which trainer, weight sync and replicas share",
-    "quantization": "the weight sync writes and hashes what the trainer sends, in policy.dtype",
-    "quantization_config": "the weight sync writes and hashes what the trainer sends, in "
-    "policy.dtype",
-    "seed": "every request has its own, from run.seed",
-    "load_format": _SYNCED,
-    "model_loader_extra_config": _SYNCED,
-    "weight_transfer_config": _SYNCED,
-    "enable_ep_weight_filter": _SYNCED,
-    "logprobs_mode": _LOGPROBS,
-    "max_logprobs": _LOGPROBS,
-    "return_sampling_mask": _LOGPROBS,
-    "logits_processors": _LOGPROBS,
-    "generation_config": "every sampling parameter is in rollout: and eval:",
-    "override_generation_config": "every sampling parameter is in rollout: and eval:",
-    "worker_cls": "the weight sync has its own worker extension",
-    "worker_extension_cls": "the weight sync has its own worker extension",
-    "distributed_executor_backend": "m3rl places the ranks of a replica",
-    "enable_return_routed_experts": "set rollout.capture_routing",
-    "enable_lora": "adapters come merged into the weights; set policy.lora",
-    "enable_sleep_mode": "a sleeping replica would lose the weights of its version",
-    "speculative_config": _VERSIONS,
-    "async_scheduling": _VERSIONS,
-    "pipeline_parallel_size": _PIPELINE,
-    "prefill_context_parallel_size": _PIPELINE,
-    "decode_context_parallel_size": _PIPELINE,
-    "enable_eplb": "experts that wander would be written to the wrong rank",
-    "enable_elastic_ep": "experts that wander would be written to the wrong rank",
-    "kv_cache_memory_bytes": "set rollout.backend.engine.kv_cache_gib on the CPU; on a GPU "
-    "gpu_memory_utilization says it",
-    "scheduling_policy": "requests come out in the order in which they were put in",
-    "data_parallel_size": _REPLICAS,
-    "nnodes": "the ranks of a replica are on one host; set tensor_parallel_size",
-    "enable_chunked_prefill": "on the CPU vLLM cannot cut the prompt of a request that has a seed",
-    "disable_log_stats": "stats of the engine become metrics",
-}
-"""Engine arguments of vLLM that are not the user's, and why; all of data parallelism, too."""
+from m3rl.vllm_arguments import refusal
 
 
 class VllmEngineOptions(Section):
@@ -113,15 +58,15 @@ class VllmEngineOptions(Section):
     start_timeout_s: Seconds = 900.0
     """Longest start of a replica: imports, compilation, profiling of memory."""
     extra: dict[str, Any] = Field(default={})
-    """Further engine arguments of vLLM (`EngineArgs`), which are checked by vLLM at the start; not
-    those that m3rl sets itself."""
+    """Further engine arguments of vLLM (`EngineArgs`) that change speed and memory alone, see
+    `m3rl.vllm_arguments`; their values are checked by vLLM at the start."""
 
     @field_validator("extra")
     @classmethod
-    def _leaves_alone_what_is_set(cls, extra: dict[str, Any]) -> dict[str, Any]:
-        for name in extra:
-            if why := _refusal(name, list(cls.model_fields)):
-                raise ValueError(f"should not hold {name!r}, which m3rl sets itself: {why}")
+    def _leaves_the_policy_alone(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        for name, value in extra.items():
+            if why := refusal(name, value):
+                raise ValueError(f"should not hold {name!r}: {why}")
         return extra
 
 
@@ -146,13 +91,3 @@ class VllmBackendConfig(BackendConfig):
     @property
     def has_fp8(self) -> bool:
         return "fp8" in str(self.engine.extra.get("kv_cache_dtype", "auto"))
-
-
-def _refusal(name: str, own: list[str]) -> str | None:
-    """Why `extra` must not hold an engine argument; None: it may."""
-    plain = name.replace("-", "_")
-    if plain in own:
-        return f"set rollout.backend.engine.{plain}"
-    if plain.startswith("data_parallel_"):
-        return _REPLICAS
-    return SET_BY_M3RL.get(plain)

@@ -76,6 +76,12 @@ def _not_on_cpu(config: Config, engine: VllmEngineOptions) -> Iterator[Conflict]
             f"prompt of a request that has a seed; set {length} or more",
             ("rollout.backend.engine.max_num_batched_tokens", "rollout.max_tokens"),
         )
+    if engine.extra.get("long_prefill_token_threshold", 0):
+        yield (
+            "rollout.backend.engine.extra.long_prefill_token_threshold: cuts longer prompts, and "
+            "vLLM's CPU build cannot cut the prompt of a request that has a seed; leave it out",
+            ("rollout.backend.engine.extra", "rollout.backend.device"),
+        )
     for key, is_on in (
         ("index_loss.coef", config.policy.index_loss.coef > 0),
         ("index_drift_every", config.policy.index_drift_every > 0),

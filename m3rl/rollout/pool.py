@@ -52,7 +52,8 @@ def _require_gpus(wanted: int) -> None:
     if found < wanted:
         raise BackendError(
             f"rollout.backend: the replicas need {wanted} GPUs and the cluster has {found}; set "
-            "rollout.backend.device: cpu, or fewer num_replicas"
+            "rollout.backend.device: cpu, fewer num_replicas, or fewer ranks of each "
+            "(engine.tensor_parallel_size; with kind: m3 parallel)"
         )
 
 

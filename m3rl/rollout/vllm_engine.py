@@ -333,8 +333,14 @@ class VllmEngine:
     def _reset_caches(self, version: int) -> None:
         """Raises BackendError where keys of an older version would be found by a later request."""
         core = self._core
+        # Also without a prefix cache: what is kept outside the engine has keys of its own.
+        if not self._scheduler.reset_connector_cache():
+            raise BackendError(
+                f"version {version}: vLLM kept keys outside the engine that the old version "
+                "computed; set no kv_transfer_config"
+            )
         is_caching = self._engine.vllm_config.cache_config.enable_prefix_caching
-        if is_caching and not core.reset_prefix_cache(reset_connector=True):
+        if is_caching and not core.reset_prefix_cache():
             raise BackendError(
                 f"version {version}: vLLM could not reset its prefix cache, as "
                 f"{len(self._scheduler.running)} running requests hold pages of it: they would be "

@@ -2,53 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from m3rl.model_layout import is_m3
+from m3rl.model_layout import is_m3, read_model_config
 from m3rl.rollout import vllm_m3
 from m3rl.rollout.backend import BackendError
 from m3rl.rollout.vllm_staging import Staging, num_buckets_staged
+from m3rl.vllm_arguments import KEY, refusal
 
 GIB = 1 << 30
 WORKER_EXTENSION = "m3rl.rollout.vllm_worker.WorkerExtension"
-
-OURS = {
-    "model": "model.path",
-    "dtype": "policy.dtype",
-    "seed": "run.seed",
-    "max_model_len": "rollout.backend.engine.max_model_len",
-    "max_num_seqs": "rollout.backend.engine.max_num_seqs",
-    "max_num_batched_tokens": "rollout.backend.engine.max_num_batched_tokens",
-    "gpu_memory_utilization": "rollout.backend.engine.gpu_memory_utilization",
-    "kv_cache_memory_bytes": "rollout.backend.engine.kv_cache_gib",
-    "tensor_parallel_size": "rollout.backend.engine.tensor_parallel_size",
-    "enable_expert_parallel": "rollout.backend.engine.enable_expert_parallel",
-    "enable_prefix_caching": "rollout.backend.engine.enable_prefix_caching",
-    "enforce_eager": "rollout.backend.engine.enforce_eager",
-    "enable_return_routed_experts": "rollout.capture_routing",
-}
-"""Arguments of vLLM that have a key of their own."""
-
-FIXED = {
-    "load_format": "replicas begin without weights and are synced",
-    "logprobs_mode": "log-probabilities are those of the distribution sampled from",
-    "worker_extension_cls": "weight syncs come through ours",
-    "skip_tokenizer_init": "the engine takes and gives token ids",
-    "data_parallel_size": "more replicas are that: set rollout.backend.num_replicas",
-    "pipeline_parallel_size": "a worker of a pipeline holds some layers only, and would take all",
-    "distributed_executor_backend": "a replica has its workers on its own node",
-    "scheduling_policy": "requests come out in the order in which they were put in",
-    "speculative_config": "the weights of a draft model are not synced",
-    "enable_lora": "adapters are merged by the trainer before weights are sent",
-    "enable_sleep_mode": "it frees the memory that syncs write to",
-}
-"""Arguments of vLLM that cannot be chosen, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +85,8 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`.
 
     Raises:
-        BackendError: of `extra`, one that is not to be chosen, or that vLLM does not have; or a
-            model that cannot be run this way.
+        BackendError: one of `extra` that is not to be chosen, or a model that cannot be run this
+            way.
     """
     check_extra(settings.extra)
     path = Path(settings.model_path)
@@ -158,24 +125,11 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     return arguments | dict(settings.extra)
 
 
-def check_extra(extra: Mapping[str, Any], known: Mapping[str, Any] | None = None) -> None:
-    """
-    Args:
-        known: names that vLLM has; None: whether it has them is not asked.
-
-    Raises:
-        BackendError: one is not to be chosen, or vLLM does not have it.
-    """
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """Raises BackendError where one is not to be chosen."""
     for name, value in extra.items():
-        key = f"rollout.backend.engine.extra.{name}={value!r}"
-        if name in FIXED:
-            raise BackendError(f"{key} cannot be chosen: {FIXED[name]}; remove it")
-        if name in OURS:
-            raise BackendError(f"{key} has a key of its own; set {OURS[name]}")
-        if known is not None and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "see vllm.engine.arg_utils.EngineArgs"
-            raise BackendError(f"{key}: vLLM has no such argument; {hint}")
+        if why := refusal(name, value):
+            raise BackendError(f"{KEY}.{name}={value!r}: {why}")
 
 
 def _m3_arguments(settings: VllmSettings) -> dict[str, Any]:
@@ -206,7 +160,6 @@ def make_config(settings: VllmSettings) -> Any:
     from vllm.platforms import current_platform
 
     arguments = engine_arguments(settings)
-    check_extra(settings.extra, {each.name: each for each in dataclasses.fields(EngineArgs)})
     if current_platform.is_cpu() != (settings.device == "cpu"):
         raise BackendError(
             f"rollout.backend.device: {settings.device}, and the vLLM that is installed runs on "
@@ -217,16 +170,55 @@ def make_config(settings: VllmSettings) -> Any:
     try:
         config = EngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:
+        _require_known(settings)
         raise BackendError(
             f"vLLM does not take {settings.model_path} with these settings of rollout.backend: "
-            f"{_in_one_line(error)}"
+            f"{_in_one_line(error, settings.extra)}"
         ) from error
     if settings.uses_dense_m3:
         vllm_m3.require_dense_is_exact(settings.model_path, config.model_config.max_model_len)
     return config
 
 
-def _in_one_line(error: Exception) -> str:
+def _require_known(settings: VllmSettings) -> None:
+    """Raises BackendError where the model is why vLLM refused, so that no setting is blamed."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm import __version__
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    found = read_model_config(Path(settings.model_path))
+    model_type = found.get("model_type")
+    has_code = bool(settings.extra.get("trust_remote_code")) and "auto_map" in found
+    if model_type in CONFIG_MAPPING or model_type in _CONFIG_REGISTRY or has_code:
+        return
+    raise BackendError(
+        f"model.path {settings.model_path}: vLLM {__version__} and transformers "
+        f"{transformers.__version__} do not know model_type {model_type!r}; set a model.path of an "
+        "architecture that they know"
+    )
+
+
+def _in_one_line(error: Exception, extra: Mapping[str, Any]) -> str:
     """Also of pydantic's errors, which are ValueErrors with the reasons inside."""
-    reasons = [each["msg"] for each in error.errors()] if hasattr(error, "errors") else [str(error)]
+    reasons = [str(error)]
+    if hasattr(error, "errors"):
+        reasons = [_reason(each, extra) for each in error.errors()]
     return " ".join("; ".join(reasons).split())
+
+
+def _reason(found: Mapping[str, Any], extra: Mapping[str, Any]) -> str:
+    """One error of pydantic, with the key that it is about: vLLM's configurations are nested
+    otherwise than its arguments."""
+    where, value, message = found["loc"], found["input"], found["msg"]
+    if not where:
+        return message
+    path = ".".join(map(str, where))
+    for name, given in extra.items():
+        if name == where[0]:
+            return f"{KEY}.{path}={value!r}: {message}"
+        if isinstance(given, Mapping) and where[0] in given:
+            return f"{KEY}.{name}.{path}={value!r}: {message}"
+        if name.endswith(f"_{where[0]}") and given == value:
+            return f"{KEY}.{name}={value!r}: {message}"
+    return f"{path}={value!r}: {message}"

@@ -28,6 +28,7 @@ INTERFACE = (
     ("vllm.v1.engine.core", "EngineCore.set_weight_version"),
     ("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request"),
     ("vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.reset_connector_cache"),
     ("vllm.v1.worker.gpu_worker", "Worker.reload_weights"),
     ("vllm.model_executor.model_loader.reload.layerwise", "materialize_layer"),
     ("vllm.model_executor.model_loader.reload.layerwise", "_layerwise_process"),
@@ -88,7 +89,7 @@ def require_interface(interface: Iterable[tuple[str, str]] = INTERFACE) -> None:
             for name in names.split("."):
                 found = getattr(found, name)
         except ModuleNotFoundError as error:
-            if not (error.name or "").startswith("vllm"):
+            if not (error.name or "").startswith("vllm."):
                 raise VllmUnavailableError(
                     f"vLLM {version} cannot be imported: {error}; its environment lacks a package"
                 ) from error

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import yaml
 
+from m3rl import vllm_arguments
 from m3rl.config import Config, ConfigError
 from m3rl.config_checks import idle_keys
 from m3rl.config_vllm_checks import vllm_notices
@@ -108,17 +109,42 @@ def test_an_option_of_vllm_is_told_what_the_bundled_runtime_calls_it(tmp_path):
         ("data_parallel_backend", "a replica is one engine; set rollout.backend.num_replicas"),
         ("tensor_parallel_size", f"set {ENGINE}.tensor_parallel_size"),
         ("enable_prefix_caching", f"set {ENGINE}.enable_prefix_caching"),
-        ("speculative_config", "of the policy version that its step computed with"),
+        ("speculative_config", "the weights of a draft model are not synced"),
+        ("spec_method", "the weights of a draft model are not synced"),
+        ("kv_transfer_config", "would be those of the old policy after a weight sync"),
+        ("kv_offloading_size", "would be those of the old policy after a weight sync"),
+        ("ec_transfer_config", "would be those of the old policy after a weight sync"),
+        ("hf_overrides", "the model that the trainer trains; set model.path"),
+        ("model_class_overrides", "the model that the trainer trains; set model.path"),
+        ("watermark_config", "training needs the log-probability of each sampled token"),
+        ("scheduler_cls", "in the order in which they were put in"),
         ("enable_return_routed_experts", "set rollout.capture_routing"),
     ],
 )
-def test_what_m3rl_sets_itself_is_refused_among_the_further_options_with_the_reason(
+def test_what_changes_results_is_refused_among_the_further_options_with_the_reason(
     tmp_path, name, why
 ):
     text = refusal(tmp_path, f"{ENGINE}.extra={{{name}: 1}}")
-    assert text.startswith(f"{ENGINE}.extra: should not hold '{name}', which m3rl sets itself: ")
+    assert text.startswith(f"{ENGINE}.extra: should not hold '{name}': ")
     assert why in text
     assert "(command line)" in text
+
+
+def test_any_other_further_option_is_refused_with_those_that_there_are(tmp_path):
+    for name, meant in (("blok_size", "block_size"), ("block-size", "block_size")):
+        text = refusal(tmp_path, f"{ENGINE}.extra={{{name}: 32}}")
+        assert f"should not hold '{name}': did you mean '{meant}'? it may hold what" in text
+    text = refusal(tmp_path, f"{ENGINE}.extra={{zzz: 1}}")
+    assert "did you mean" not in text
+    assert ", ".join(sorted(vllm_arguments.ALLOWED)) in text
+
+
+def test_keys_may_have_eight_bits_and_are_then_told_as_fp8(tmp_path):
+    assert load(tmp_path, f"{ENGINE}.extra={{kv_cache_dtype: fp8}}").rollout.backend.has_fp8
+    assert not load(tmp_path, f"{ENGINE}.extra={{kv_cache_dtype: auto}}").rollout.backend.has_fp8
+    text = refusal(tmp_path, f"{ENGINE}.extra={{kv_cache_dtype: nvfp4}}")
+    assert "should not hold 'kv_cache_dtype': " in text
+    assert "set auto or fp8" in text
 
 
 @pytest.mark.parametrize(
@@ -135,6 +161,10 @@ def test_what_m3rl_sets_itself_is_refused_among_the_further_options_with_the_rea
         (
             [f"{ENGINE}.enable_prefix_caching=true"],
             "weight_sync.pause: keep .* while their blocks are in use; set pause: recompute or dra",
+        ),
+        (
+            [f"{ENGINE}.extra={{long_prefill_token_threshold: 64}}"],
+            "cannot cut the prompt of a request that has a seed; leave it out",
         ),
         ([f"{ENGINE}.max_model_len=111"], "max_model_len: 111 is less than data.max_prompt_tokens"),
         (

@@ -268,6 +268,23 @@ def test_keeping_keys_and_a_prefix_cache_at_once_is_refused_at_the_commit(qwen3,
     assert replica.health()["version"] == 2
 
 
+@pytest.mark.parametrize("is_caching", [True, False])
+def test_keys_kept_outside_the_engine_are_dropped_whether_or_not_prefixes_are_cached(
+    qwen3, replica, monkeypatch, is_caching
+):
+    engine = replica.engine
+    monkeypatch.setattr(
+        engine._engine.vllm_config.cache_config, "enable_prefix_caching", is_caching
+    )
+    with monkeypatch.context() as kept:
+        kept.setattr(engine._scheduler, "reset_connector_cache", lambda: False)
+        with pytest.raises(BackendError, match="version 2: vLLM kept keys outside the engine"):
+            replica.load(str(qwen3 / "2"), 2)
+    assert replica.health()["version"] is None
+    replica.load(str(qwen3 / "2"), 2)
+    assert replica.health()["version"] == 2
+
+
 def test_weights_are_not_replaced_under_running_requests(qwen3, replica):
     thread, _ = start(replica, request("r", max_tokens=100))
     with pytest.raises(RuntimeError, match="pause the replica first"):

@@ -182,5 +182,7 @@ def test_a_slow_replica_that_makes_progress_is_waited_for(cluster: None, model_p
 
 
 def test_more_gpus_than_the_cluster_has_are_refused_at_once(cluster, model_path):
-    with pytest.raises(BackendError, match=r"need 512 GPUs and the cluster has \d+; set rollout"):
+    with pytest.raises(
+        BackendError, match=r"need 512 GPUs and the cluster has \d+; set rollout.* parallel"
+    ):
         M3Backend(settings(model_path), 512, num_gpus=1)

@@ -69,6 +69,17 @@ def test_a_module_of_vllm_that_is_gone_is_named(monkeypatch):
         require_interface([("vllm.v1.somewhere", "Thing")])
 
 
+def test_a_vllm_of_which_the_metadata_alone_is_left_cannot_be_imported(monkeypatch):
+    install(monkeypatch, vllm="0.32.0")
+
+    def gone(module: str) -> None:
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+    monkeypatch.setattr(vllm_version.importlib, "import_module", gone)
+    with pytest.raises(VllmUnavailableError, match="cannot be imported: No module named 'vllm'"):
+        require_interface()
+
+
 def test_a_vllm_that_does_not_load_is_told_with_its_reason(monkeypatch):
     install(monkeypatch, vllm="0.32.0")
 

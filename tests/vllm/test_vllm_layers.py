@@ -37,7 +37,7 @@ def _store_without_sockets(monkeypatch):
     monkeypatch.setattr("m3rl.rendezvous.TCPStore", store_without_sockets)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # the end of one engine ends the groups of all in the process
 def replica(qwen3) -> Iterator[VllmReplica]:
     replica = VllmReplica(settings(qwen3 / "1", staging="layers"))
     yield replica

@@ -70,6 +70,13 @@ class VllmReplica(EngineReplica[VllmEngine]):
             return call()
         return self._run(lambda: self.engine.commit(call))
 
+    def close(self) -> None:
+        """End the engine and its workers; nothing may be asked afterwards."""
+        if self._failure is None:
+            self._run(self.engine.close)
+        else:  # its thread has ended
+            self.engine.close()
+
     def health(self) -> dict[str, Any]:
         report = super().health()
         return report | {"failure": report["failure"] or self.engine.fault}

@@ -19,6 +19,7 @@ from torch import Tensor
 from m3rl.checkpoint import CheckpointError
 from m3rl.grpo.micro import MicroBatch
 from m3rl.grpo.replay import RecordedChoices
+from m3rl.parallel.save import raise_together
 from m3rl.policy import Policy
 from m3rl.rank_group import RankGroup
 from m3rl.types import TrainBatch
@@ -107,12 +108,20 @@ class BlockDrift:
         return {"m3/block_drift": float(1 - stays_PLKB.mean())}
 
     def save(self, path: Path) -> None:
-        """Write what is noted into a checkpoint; rank 0 does."""
-        if self._start is None or self._group.rank != 0:
-            return
-        start = self._start
-        arrays = {name: getattr(start, name) for name in _Start.__slots__}
-        np.savez(path / FILE, **arrays)
+        """Write what is noted into a checkpoint; rank 0 does, and all ranks call it.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be written.
+        """
+        fault = None
+        if self._start is not None and self._group.rank == 0:
+            start = self._start
+            arrays = {name: getattr(start, name) for name in _Start.__slots__}
+            try:
+                np.savez(path / FILE, **arrays)
+            except OSError as error:
+                fault = f"cannot write {path / FILE}: {error}"
+        raise_together(self._group.mesh, fault)
 
     def load(self, path: Path, step: int) -> None:
         """Go on with what `save` wrote, if a batch had been seen by then.

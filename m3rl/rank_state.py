@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 
-from m3rl.checkpoint import CheckpointError
+from m3rl.checkpoint import CheckpointError, sync_path
 from m3rl.parallel.mesh import RankMesh
 from m3rl.parallel.save import raise_together
 
 
 def save_rank_state(
     path: Path,
-    rank: int,
-    world_size: int,
+    mesh: RankMesh | None,
     optimizer_tensors: dict[str, Tensor],
     step: int,
     *,
@@ -31,36 +31,57 @@ def save_rank_state(
     """Write a trainer rank's part of a checkpoint; every rank calls it at the same time.
 
     Args:
+        mesh: None: there is one rank.
         optimizer_tensors: what this rank holds of the optimizer's state, by name; may be empty.
         step: optimizer steps taken.
         ep: ranks that split the experts.
-    """
-    if optimizer_tensors:
-        with _quiet():
-            state_dict_saver.save(
-                optimizer_tensors, checkpoint_id=path / "optimizer", no_dist=world_size == 1
-            )
-    (path / "ranks").mkdir(exist_ok=True)
-    state = {"step": step, "world_size": world_size, "ep": ep, "rng": rng_state()}
-    torch.save(state, path / "ranks" / f"{rank:05d}.pt")
-
-
-def require_all_ranks(path: Path, mesh: RankMesh | None) -> None:
-    """After `save_rank_state`; all ranks call it.
 
     Raises:
-        CheckpointError: on all, if rank 0 does not see what the others wrote.
+        CheckpointError: on all ranks, if one could not write or rank 0 does not see what another
+            wrote; names it.
     """
-    fault = None
-    raise_together(mesh, fault)  # all have written
-    if mesh is not None and mesh.rank == 0:
-        for rank in range(mesh.size):
-            if not (path / "ranks" / f"{rank:05d}.pt").is_file():
-                fault = (
-                    f"does not see the state of trainer rank {rank} in {path}; it must lie on a "
-                    "file system that the hosts of all trainer ranks share (run.dir)"
-                )
-    raise_together(mesh, fault)
+    rank, world_size = (0, 1) if mesh is None else (mesh.rank, mesh.size)
+    if optimizer_tensors:
+        raise_together(mesh, _optimizer_fault(path / "optimizer", optimizer_tensors, mesh))
+    state = {"step": step, "world_size": world_size, "ep": ep, "rng": rng_state()}
+    raise_together(mesh, _write_fault(_state_file(path, rank), state))
+    raise_together(mesh, _unseen_state(path, world_size) if rank == 0 else None)
+
+
+def _state_file(path: Path, rank: int) -> Path:
+    return path / "ranks" / f"{rank:05d}.pt"
+
+
+def _optimizer_fault(path: Path, tensors: dict[str, Tensor], mesh: RankMesh | None) -> str | None:
+    """Write what all ranks hold; why this one could not. Where one could not, all come back."""
+    try:
+        with _quiet():
+            state_dict_saver.save(tensors, checkpoint_id=path, no_dist=mesh is None)
+    except CheckpointException as error:  # torch raises it on all ranks, with the fault of each
+        own = error.failures.get(0 if mesh is None else mesh.rank)
+        return own and f"cannot write its part of {path}: {type(own[0]).__name__}: {own[0]}"
+    return None
+
+
+def _write_fault(file: Path, state: dict[str, Any]) -> str | None:
+    try:
+        file.parent.mkdir(exist_ok=True)
+        torch.save(state, file)
+        sync_path(file)
+    except (OSError, RuntimeError) as error:  # torch's writer raises either
+        return f"cannot write {file}: {error}"
+    return None
+
+
+def _unseen_state(path: Path, world_size: int) -> str | None:
+    """What rank 0 does not see of the states of all ranks."""
+    unseen = [rank for rank in range(world_size) if not _state_file(path, rank).is_file()]
+    if not unseen:
+        return None
+    return (
+        f"does not see the state of trainer ranks {unseen} in {path}; it must lie on a file system "
+        "that the hosts of all trainer ranks share (run.dir)"
+    )
 
 
 def load_rank_state(
@@ -78,7 +99,7 @@ def load_rank_state(
         CheckpointError: the checkpoint was written by another number of ranks or with experts split
             over another one, or it lacks this rank.
     """
-    file = path / "ranks" / f"{rank:05d}.pt"
+    file = _state_file(path, rank)
     written = sorted((path / "ranks").glob("*.pt"))
     if len(written) != world_size or file not in written:
         raise CheckpointError(

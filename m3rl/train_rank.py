@@ -36,7 +36,7 @@ from m3rl.policy_any import policy_of
 from m3rl.policy_packed import Forward, PackedPolicy
 from m3rl.rank_group import RankGroup, deterministic
 from m3rl.rank_settings import RankSettings
-from m3rl.rank_state import load_rank_state, require_all_ranks, save_rank_state
+from m3rl.rank_state import load_rank_state, save_rank_state
 from m3rl.types import TrainBatch
 
 LossOf = Callable[[MicroBatch, Tensor, Tensor], LossOutput]
@@ -224,13 +224,11 @@ class TrainRank:
             self._drift.save(path)
         save_rank_state(
             path,
-            self.rank,
-            self._group.size,
+            self._group.mesh,
             self._optimizer.tensors(),
             self.policy_version,
             ep=self.settings.ep,
         )
-        require_all_ranks(path, self._group.mesh)
 
     def load(self, path: str | Path) -> int:
         """Go on from a checkpoint of `save`, after `load_initial`, bit for bit as if never stopped.

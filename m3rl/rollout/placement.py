@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -21,7 +21,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 import ray
 from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from m3rl.errors import M3rlError
 
@@ -162,6 +165,25 @@ def side_by_side(count: int, num_gpus: int) -> tuple[Any, list[dict[str, Any]]]:
         }
         for i in range(count)
     ]
+
+
+def run_on_node(node: str, function: Callable[[], None], *, timeout_s: float) -> None:
+    """Call `function` on a node of the cluster; in this process, if it is this one's.
+
+    Raises:
+        RayError: the node is gone, did not answer in time, or `function` raised there.
+    """
+    if node == ray.get_runtime_context().get_node_id():
+        function()
+        return
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    task: Any = ray.remote(_call)
+    task = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    ray.get(task.remote(function), timeout=timeout_s)
+
+
+def _call(function: Callable[[], None]) -> None:
+    function()
 
 
 def put(value: Any) -> Any:

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 120.0
 """Longest wait for a replica to pause, resume or load."""
 STATS_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
+"""Longest wait for replicas to end in order before they are killed."""
 
 
 class _RemoteReceiver:
@@ -197,10 +199,7 @@ class ReplicaPool(ABC):
         self._ask(self.alive if replicas is None else replicas, "load", path, version)
 
     def drop(self, replica: int) -> None:
-        for worker in self._workers[replica]:
-            ray.kill(worker)
-        self._workers[replica] = []
-        self._free(replica)
+        self._drop([replica])
 
     def restart(self, replica: int) -> None:
         self.drop(replica)
@@ -228,8 +227,18 @@ class ReplicaPool(ABC):
         return [self._health(replica, timeout_s) for replica in range(self.num_replicas)]
 
     def close(self) -> None:
-        for replica in self.alive:
-            self.drop(replica)
+        self._drop(self.alive)
+
+    def _drop(self, replicas: Sequence[int]) -> None:
+        """End replicas, in order those that can within `CLOSE_TIMEOUT_S`."""
+        closing = [ref for r in replicas if self._workers[r] for ref in self._begin_close(r)]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+        for replica in replicas:
+            for worker in self._workers[replica]:
+                ray.kill(worker)
+            self._workers[replica] = []
+            self._free(replica)
 
     def _health(self, replica: int, timeout_s: float) -> ReplicaHealth:
         if not self._workers[replica]:
@@ -334,6 +343,10 @@ class ReplicaPool(ABC):
         """Have the actors of each of `replicas`, which all still start, meet one another. Ray's
         errors are raised as they come."""
         return
+
+    def _begin_close(self, replica: int) -> list[Any]:
+        """Begin to end a replica in order, if its kind has anything to put in order; the calls."""
+        return []
 
     def _free(self, replica: int) -> None:
         """Give back what a replica had beside its actors; these are gone, if it had any."""

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
-from m3rl.rollout.placement import worker_options
+from m3rl.rollout.placement import Place, cause_of, run_on_node, worker_options
 from m3rl.rollout.pool import ReplicaPool
+from m3rl.rollout.vllm_files import EngineFiles
 from m3rl.rollout.vllm_replica import VllmReplica
 from m3rl.rollout.vllm_settings import VllmSettings
 from m3rl.types import Receiver
 
+logger = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 600.0
 """Importing vLLM and building an engine; on GPUs also compiling it and capturing graphs."""
+
+
+REMOVE_TIMEOUT_S = 30.0
+"""Of files, on a node that may have to start a process for it."""
+
+
+def _files(replica: VllmReplica) -> tuple[str, EngineFiles]:
+    return Place.here().node, replica.engine.files
 
 
 class VllmBackend(ReplicaPool):
@@ -33,6 +47,8 @@ class VllmBackend(ReplicaPool):
         """
         self._settings = settings
         self._class: Any = ray.remote(replica_class)
+        self._files: dict[int, tuple[str, EngineFiles]] = {}
+        """Replica -> the node it is on, and what it has there."""
         num_ranks = settings.tensor_parallel_size
         self._gpus_of_a_replica = num_ranks if settings.device == "cuda" else 0
         super().__init__(
@@ -51,6 +67,23 @@ class VllmBackend(ReplicaPool):
             max_concurrency=8 + 2 * self._settings.tensor_parallel_size,
         )
         return [self._class.options(**options).remote(self._settings)]
+
+    def _meet(self, replicas: Sequence[int]) -> None:
+        asked = [self.actor(replica).__ray_call__.remote(_files) for replica in replicas]
+        found = ray.get(asked, timeout=self._start_timeout_s)
+        self._files |= dict(zip(replicas, found, strict=True))
+
+    def _begin_close(self, replica: int) -> list[Any]:
+        return [worker.close.remote() for worker in self.workers(replica)]
+
+    def _free(self, replica: int) -> None:
+        if replica not in self._files:
+            return
+        node, files = self._files.pop(replica)
+        try:
+            run_on_node(node, files.remove, timeout_s=REMOVE_TIMEOUT_S)
+        except (OSError, RayError) as error:  # what it was to serve is gone: the run goes on
+            logger.warning("replica %d left files behind: %s", replica, cause_of(error))
 
     def _by_rank(self, answers: list[Any]) -> list[Any]:
         (of_the_replica,) = answers

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -22,6 +24,7 @@ import numpy as np
 from inference.config import ModelConfig
 from m3rl.model_layout import is_m3, whole_layout
 from m3rl.rollout.backend import BackendError, Generated, PauseMode
+from m3rl.rollout.vllm_files import EngineFiles, files_of_process, own_folder, together
 from m3rl.rollout.vllm_requests import (
     check_request,
     generated,
@@ -72,9 +75,16 @@ class VllmEngine:
         self.settings = settings
         self.counters = Counters()
         config = make_config(settings)
-        self._engine = LLMEngine.from_vllm_config(
-            config, stat_loggers=[lambda vllm_config, engine_index=0: self.counters]
-        )
+        folder, others = own_folder(), files_of_process()
+        try:
+            self._engine = LLMEngine.from_vllm_config(
+                config, stat_loggers=[lambda vllm_config, engine_index=0: self.counters]
+            )
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        of_workers = self._engine.collective_rpc("m3rl_files")
+        self.files: EngineFiles = together([files_of_process(), *of_workers], folder, others)
         self._core = self._engine.engine_core.engine_core
         self._scheduler = self._core.scheduler
         self._eos_token_ids = eos_token_ids(Path(settings.model_path))
@@ -275,8 +285,11 @@ class VllmEngine:
             self.commit(partial(worker.call, "load_checkpoint", path, version))
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes, and remove what the engine has on the host."""
+        self.version = None  # nothing is stepped any more
         self._engine.engine_core.shutdown()
+        workers = self.files.pids - {os.getpid()}
+        replace(self.files, pids=workers).remove()
 
     def _add(self, name: str, ids: np.ndarray, params: Any) -> str:
         prompt = {"prompt_token_ids": ids.tolist()}

@@ -88,6 +88,13 @@ class VllmReplica(EngineReplica[VllmEngine]):
                 self.engine.give_up_load()
         return result
 
+    def close(self) -> None:
+        """End the engine and its workers; nothing may be asked afterwards."""
+        if self._failure is None:
+            self._run(self.engine.close)
+        else:  # its thread has ended
+            self.engine.close()
+
     def health(self) -> dict[str, Any]:
         report = super().health()
         return report | {"failure": report["failure"] or self.engine.fault}

@@ -28,6 +28,7 @@ from torch import nn
 from m3rl.model_layout import whole_layout
 from m3rl.rollout.receiver_seat import ReceiverSeat
 from m3rl.rollout.vllm_coverage import CoverageCheck
+from m3rl.rollout.vllm_files import EngineFiles, files_of_process
 from m3rl.rollout.vllm_layers import LayeredWeights
 from m3rl.rollout.vllm_m3 import index_names
 from m3rl.rollout.vllm_staging import LAYER, own_slots
@@ -69,6 +70,10 @@ class WorkerExtension:
             self._m3rl_weights = LayeredWeights(*target, options.num_staged)
         self._m3rl_door = WorkerDoor(self._m3rl_weights, worker.device, authkey)
         return self._m3rl_door.address
+
+    def m3rl_files(self) -> EngineFiles:
+        worker: Any = self
+        return files_of_process(worker.distributed_init_method)
 
     def m3rl_state(self) -> WorkerState:
         return WorkerState(self._m3rl_weights.version)

@@ -4,9 +4,12 @@ import os
 import time
 from pathlib import Path
 
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+
 import m3rl.parallel.save as parallel_save
 from inference.models.weights import CheckpointError as RuntimeCheckpointError
-from m3rl import policy_weights
+from m3rl import policy_weights, rank_state
 from m3rl.checkpoint import CheckpointError
 from m3rl.train_rank import TrainRank
 from tests.m3rl.parallel_process import BATCH, batch_of
@@ -47,11 +50,22 @@ def fail(rank_id, num_ranks, meet_at, model, settings, folder):
             "scattered": _error(rank.save, own / "scattered"),
             "again": _error(rank.save, folder / "present"),
         }
-        real = parallel_save.write_shard
+        real, real_write_data = parallel_save.write_shard, FileSystemWriter.write_data
+        real_torch_save = torch.save
         if rank_id == 1:
             parallel_save.write_shard = _full_disk
         told["full"] = _error(rank.save_model, folder / "model")
         parallel_save.write_shard = real
+        if rank_id == 1:
+            rank_state.torch.save = _full_disk_of_torch
+        told["state"] = _error(rank.save, folder / "state")
+        rank_state.torch.save = real_torch_save
+        rank.update(batch_of(BATCH))
+        if rank_id == 1:
+            FileSystemWriter.write_data = _no_room
+        told["optimizer"] = _error(rank.save, folder / "optimizer")
+        FileSystemWriter.write_data = real_write_data
+        told["after_state"] = _error(rank.save, folder / "after_state")
         told["foreign"] = _error(rank.save_model, folder / "thesis")
         told["after"] = _error(rank.save_model, folder / "other_model")
         return told
@@ -76,6 +90,14 @@ def die(rank_id, num_ranks, meet_at, model, settings, folder):
 
 def _full_disk(file: Path, shard):
     raise RuntimeCheckpointError(f"cannot write {file}: {NO_SPACE}")
+
+
+def _full_disk_of_torch(state, file):
+    raise RuntimeError(f"PytorchStreamWriter failed: {NO_SPACE}")
+
+
+def _no_room(self, plan, planner):
+    raise OSError(28, NO_SPACE)
 
 
 def _error(call, *args):

@@ -102,6 +102,8 @@ def test_a_model_in_bf16_is_rounded_once_and_keeps_the_router_in_fp32(saved):
 def test_what_one_rank_cannot_write_fails_on_all_and_leaves_what_was_there(model, tmp_path):
     (tmp_path / "present").mkdir()
     (tmp_path / "thesis").mkdir()
+    for folder in ("state", "optimizer", "after_state"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "thesis" / "thesis.tex").touch()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_text("older")
@@ -116,6 +118,11 @@ def test_what_one_rank_cannot_write_fails_on_all_and_leaves_what_was_there(model
     assert found["full"].startswith("trainer rank 1 on ")
     assert NO_SPACE in found["full"]
     assert (tmp_path / "model" / "model.safetensors").read_text() == "older"
+    for case, lost in (("state", "state/ranks/00001.pt"), ("optimizer", "optimizer/optimizer")):
+        assert found[case].startswith("trainer rank 1 on ")
+        assert str(tmp_path / lost) in found[case]
+        assert found[case].endswith(NO_SPACE)
+    assert found["after_state"] is None
     assert "holds thesis.tex" in found["foreign"]
     assert found["after"] is None
     assert not list(tmp_path.glob(".writing_*"))

@@ -43,4 +43,4 @@ def answer(path: Path, prompts: Sequence[np.ndarray], max_tokens: int) -> Answer
 
 def in_its_own_process(function: Callable, *args):
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(function, *args).result(120)
+        return process.submit(function, *args).result(250)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("vllm")
 from m3rl.rollout.backend import BackendError
 from m3rl.rollout.placement import ray_cluster
 from m3rl.rollout.vllm_backend import VllmBackend
+from m3rl.rollout.vllm_files import is_running
 from m3rl.types import GenerationRequest, SamplingSettings
 from tests.vllm.conftest import settings
 from tests.vllm.tiny_hf import greedy, load_model
@@ -57,6 +59,30 @@ def test_a_replica_loads_generates_and_its_death_is_told(cluster, qwen3):
         assert time.monotonic() - begin < 20
     finally:
         backend.close()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_the_end_of_a_replica_leaves_nothing(cluster, qwen3, workers, end):
+    import ray
+
+    chosen = settings(qwen3 / "1", tensor_parallel_size=workers)
+    backend = VllmBackend(chosen, 1, start_timeout_s=120)
+    try:
+        backend.wait_started()
+        files = ray.get(backend.actor(0).__ray_call__.remote(lambda replica: replica.engine.files))
+        assert len(files.pids) == (1 if workers == 1 else 1 + workers)
+        made = set(map(Path, files.paths))
+        assert all(path.exists() for path in made)
+        assert {path.name.split("_")[0] for path in made} >= {"vllm"}, "where the workers met"
+        num_segments = sum(path.parent == Path("/dev/shm") for path in made)
+        assert num_segments > 2 if workers > 1 else num_segments == 0
+        if end == "kill":
+            os.kill(_pid(backend), signal.SIGKILL)
+    finally:
+        backend.close()
+    assert not [path for path in made if path.exists()]
+    assert not [pid for pid in files.pids if is_running(pid)]
 
 
 def _pid(backend: VllmBackend) -> int:

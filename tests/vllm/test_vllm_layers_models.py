@@ -56,15 +56,22 @@ def sync_and_compare(replica: VllmReplica, folder) -> None:
         np.testing.assert_allclose(found.logprobs, logprobs, atol=1e-5)
 
 
-def test_ranks_that_pass_on_to_one_another_are_in_time(qwen3):
-    """What is passed on comes a round later, beside the next layer's."""
+def synced_to_two_ranks(folder: Path) -> None:
     replica = VllmReplica(
-        settings(qwen3 / "1", staging="layers", tensor_parallel_size=2, kv_cache_gib=0.05)
+        settings(folder / "1", staging="layers", tensor_parallel_size=2, kv_cache_gib=0.05)
     )
     try:
-        sync_and_compare(replica, qwen3)
+        sync_and_compare(replica, folder)
     finally:
         replica.engine.close()
+
+
+def test_ranks_that_pass_on_to_one_another_are_in_time(qwen3):
+    """What is passed on comes a round later, beside the next layer's.
+
+    In a process of its own: vLLM reads on which cores its workers run once.
+    """
+    in_its_own_process(synced_to_two_ranks, qwen3)
 
 
 def synced_with_experts(folder: Path) -> dict[int, frozenset[int]]:

@@ -1,8 +1,11 @@
 """A pool whose replicas are one actor with several ranks behind it, each with a receiver."""
 
+import time
+
 import pytest
 import ray
 
+from m3rl.rollout import pool as pool_module
 from m3rl.rollout.backend import BackendError
 from m3rl.rollout.placement import WorkerDied, ray_cluster, worker_options
 from m3rl.rollout.pool import ReplicaPool
@@ -62,6 +65,32 @@ class ManyRanksPool(ReplicaPool):
         return self.actor(replica).receiver_call.remote(rank, method, *args)
 
 
+class Closing(ManyRanks):
+    """Puts something in order before it ends, or does not get so far."""
+
+    def __init__(self, note, is_silent):
+        super().__init__(is_broken=False)
+        self.note, self.is_silent = note, is_silent
+
+    def close(self):
+        if self.is_silent:
+            time.sleep(600)
+        self.note.write_text("closed")
+
+
+class ClosingPool(ManyRanksPool):
+    def __init__(self, folder, silent):
+        self._folder, self._silent = folder, silent
+        super().__init__()
+
+    def _new_workers(self, replica):
+        actor = ray.remote(Closing).options(**worker_options(1, max_concurrency=4))
+        return [actor.remote(self._folder / str(replica), replica in self._silent)]
+
+    def _begin_close(self, replica):
+        return [self.actor(replica).close.remote()]
+
+
 class Named:
     """A receiver that says where it was bound."""
 
@@ -110,4 +139,35 @@ def test_an_engine_that_cannot_be_made_ends_the_start_with_its_reason():
     pool = ManyRanksPool(is_broken=True)
     with pytest.raises(BackendError, match=r"could not start: .*no engine of this model"):
         pool.wait_started()
+    pool.close()
+
+
+def _is_dead(actor):
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actor.health.remote(), timeout=10)
+    return True
+
+
+def test_a_replica_ends_in_order_and_a_silent_one_is_killed_at_the_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "CLOSE_TIMEOUT_S", 1.0)
+    pool = ClosingPool(tmp_path, silent={1})
+    pool.wait_started()
+    actors = [pool.actor(replica) for replica in range(2)]
+    began = time.monotonic()
+    pool.close()
+    assert 1.0 <= time.monotonic() - began < 10
+    assert [file.name for file in tmp_path.iterdir()] == ["0"]
+    assert all(map(_is_dead, actors))
+    assert pool.freed == [0, 1]
+
+
+def test_a_replica_that_died_is_dropped_without_a_wait(tmp_path):
+    pool = ClosingPool(tmp_path, silent={0, 1})
+    pool.wait_started()
+    ray.kill(pool.actor(1))
+    began = time.monotonic()
+    pool.drop(1)
+    assert time.monotonic() - began < pool_module.CLOSE_TIMEOUT_S / 2
+    assert pool.alive == [0]
+    ray.kill(pool.actor(0))
     pool.close()

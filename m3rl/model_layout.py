@@ -69,7 +69,8 @@ def stop_ids(path: Path) -> tuple[int, ...]:
     Raises:
         ModelLayoutError: see `read_model_config`.
     """
-    found = [read_model_config(path).get("eos_token_id")]
+    raw = read_model_config(path)
+    found = [part.get("eos_token_id") for part in (raw, raw.get("text_config") or {})]
     generation = path / "generation_config.json"
     if generation.is_file():
         found.append(_read_object(generation).get("eos_token_id"))

@@ -9,7 +9,6 @@ workers committed one and the same version and what the old one computed is drop
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import numpy as np
 
 from inference.config import ModelConfig
-from m3rl.model_layout import is_m3, whole_layout
+from m3rl.model_layout import is_m3, stop_ids, whole_layout
 from m3rl.rollout.backend import BackendError, Generated, PauseMode
 from m3rl.rollout.vllm_files import EngineFiles, files_of_process, own_folder, together
 from m3rl.rollout.vllm_requests import (
@@ -87,7 +86,7 @@ class VllmEngine:
         self.files: EngineFiles = together([files_of_process(), *of_workers], folder, others)
         self._core = self._engine.engine_core.engine_core
         self._scheduler = self._core.scheduler
-        self._eos_token_ids = eos_token_ids(Path(settings.model_path))
+        self._eos_token_ids = stop_ids(Path(settings.model_path))
         self._moe_layers = moe_layers(settings) if settings.capture_routing else None
         self._live: dict[str, _Live] = {}
         self._held: list[Generated] = []
@@ -390,16 +389,3 @@ def moe_layers(settings: VllmSettings) -> list[int] | None:
     """Layers of which the trainer replays the router's choices; None: all."""
     path = Path(settings.model_path)
     return list(ModelConfig.from_pretrained(path).moe_layers) if is_m3(path) else None
-
-
-def eos_token_ids(path: Path) -> tuple[int, ...]:
-    """Tokens that end a completion: those of config.json and generation_config.json."""
-    found: list[int] = []
-    for file in (path / "config.json", path / "generation_config.json"):
-        if not file.is_file():
-            continue
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        for part in (settings, settings.get("text_config") or {}):
-            ids = part.get("eos_token_id")
-            found += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    return tuple(dict.fromkeys(found))

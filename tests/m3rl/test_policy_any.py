@@ -107,7 +107,8 @@ def test_a_sample_does_not_see_its_neighbours(model):
     changed_T = ids_T.clone()
     changed_T[:8] = (changed_T[:8] + 1) % 97
     again = policy.hidden_states(changed_T, packing)
-    assert torch.equal(again[8:], hidden[8:])
+    # Experts multiply the rows of all samples together, in sums of any order.
+    torch.testing.assert_close(again[8:], hidden[8:], atol=2e-6, rtol=0)
     assert not torch.isclose(again[:8], hidden[:8]).any(1).all()
 
 

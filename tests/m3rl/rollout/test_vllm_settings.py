@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
+from m3rl.model_layout import stop_ids
 from m3rl.rollout.backend import BackendError
-from m3rl.rollout.vllm_engine import eos_token_ids
 from m3rl.rollout.vllm_m3 import index_names, require_dense_is_exact
 from m3rl.rollout.vllm_settings import VllmSettings, engine_arguments
 from tests.tiny_models import tiny_config
@@ -114,6 +114,6 @@ def test_dense_attention_is_exact_for_any_length_without_sparse_layers(tmp_path)
 def test_end_tokens_are_those_of_both_files_once(tmp_path):
     text = {"eos_token_id": [2, 3]}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
-    assert eos_token_ids(tmp_path) == (2, 3)
+    assert stop_ids(tmp_path) == (2, 3)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 0]}))
-    assert eos_token_ids(tmp_path) == (2, 3, 0)
+    assert stop_ids(tmp_path) == (2, 3, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -11,7 +12,7 @@ from m3rl.config_file import Bool, Float, Int, Processes, Section, Threads, at_m
 Ranks = Annotated[Int, Field(ge=1), at_most(1024, "a replica has at most so many")]
 
 
-class BackendConfig(Section):
+class BackendConfig(Section, ABC):
     """What every kind of backend is told. The keys here survive a change of `kind` in a file that
     inherits or on the command line (config_file.SHARED_BY_KINDS)."""
 
@@ -29,24 +30,24 @@ class BackendConfig(Section):
     """How often dead replicas are started again, in the whole run."""
 
     @property
+    @abstractmethod
     def ranks_per_replica(self) -> int:
         """Ranks that one replica consists of; a GPU each with device: cuda."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how a replica is split")
 
     @property
+    @abstractmethod
     def max_running(self) -> int:
         """Requests that decode together in a replica."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how many requests run")
 
     @property
+    @abstractmethod
     def max_model_len(self) -> int | None:
         """Longest sequence as it was written; None: the backend chooses."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how long a sequence is")
 
     @property
+    @abstractmethod
     def has_fp8(self) -> bool:
         """Whether replicas hold weights or keys and values in FP8."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what is held in FP8")
 
     @property
     def num_gpus(self) -> int:

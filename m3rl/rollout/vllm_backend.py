@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 """Importing vLLM and building an engine; on GPUs also compiling it and capturing graphs."""
-
-
 REMOVE_TIMEOUT_S = 30.0
 """Of files, on a node that may have to start a process for it."""
 

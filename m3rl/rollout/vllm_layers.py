@@ -10,7 +10,6 @@ to its commit, no version serves in between, and a load that breaks off leaves n
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from inference.engine.coverage import Bounds, Part, PlannedParts, WeightLoadError
+from inference.engine.coverage import Part, PlannedParts, WeightLoadError
 from m3rl.rollout.vllm_coverage import CoverageCheck
 from m3rl.rollout.vllm_feed import LayerFeed
-from m3rl.rollout.vllm_weights import GIB, TEXT_PREFIX, check_parts
+from m3rl.rollout.vllm_weights import (
+    TEXT_PREFIX,
+    WorkerWeights,
+    check_parts,
+    require_whole,
+)
 from m3rl.types import TensorSlot
 from m3rl.weight_files import weight_files
 
@@ -80,7 +84,7 @@ class _Load:
     feed: LayerFeed
 
 
-class LayeredWeights:
+class LayeredWeights(WorkerWeights[_Load]):
     """A `WeightTarget` over the model of a vLLM worker. It cannot give away what serves."""
 
     has_shadow = False
@@ -95,37 +99,23 @@ class LayeredWeights:
     ) -> None:
         """
         Args:
-            slots: the whole tensors that this worker needs, bucket by bucket.
-            device: of the weights.
-            reload: has vLLM load tensors by name into the model.
-            check: of what becomes of them.
             num_staged: buckets that have memory at a time.
         """
-        self.version: int | None = None
-        self.check = check
-        self._slots = {slot.name: slot for slot in slots}
-        self._device, self._reload, self._num_staged = device, reload, num_staged
+        super().__init__(slots, device, reload, check)
+        self._num_staged = num_staged
         order = list(dict.fromkeys(slot.bucket for slot in slots))
         self._bucket_of = {slot.name: order.index(slot.bucket) for slot in slots}
         self._names: list[list[str]] = [[] for _ in order]
         for name, bucket in self._bucket_of.items():
             self._names[bucket].append(name)
         self._tensors: dict[str, Tensor] = {}
-        self._load: _Load | None = None
 
     @property
     def staging(self) -> Mapping[str, Tensor]:
-        """The memory that each tensor passes through, shared with those of other buckets.
-
-        Raises:
-            WeightLoadError: it does not fit beside what vLLM holds.
-        """
+        """The memory that each tensor passes through, shared with those of other buckets."""
         if not self._tensors:
             self._tensors = self._allocated()
         return self._tensors
-
-    def weight_layout(self) -> list[TensorSlot]:
-        return list(self._slots.values())
 
     def plan_load(self, parts: Iterable[Part]) -> LayeredPlan:
         """Agree on the parts in which loads will come.
@@ -144,11 +134,7 @@ class LayeredWeights:
         Raises:
             RuntimeError: another load is open, or there is no plan.
         """
-        if self._load is not None:
-            raise RuntimeError(
-                f"the load of version {self._load.version} is still open; commit or abort it "
-                f"before beginning version {version}"
-            )
+        self._require_closed(version)
         if plan is None:
             raise RuntimeError("weights that are staged by layers come by a plan; give plan_load's")
         self.version = None
@@ -185,12 +171,11 @@ class LayeredWeights:
                 no version serves.
         """
         load = self._open_load("commit")
-        if missing := load.progress.missing():
+        try:
+            require_whole(load)
+        except WeightLoadError:
             self.abort_load()
-            raise WeightLoadError(
-                f"{len(missing)} tensors of version {load.version} are not whole: "
-                f"{', '.join(missing[:8])}"
-            )
+            raise
         self._load = None
         load.feed.finish()
         self.version = load.version
@@ -235,14 +220,6 @@ class LayeredWeights:
             self.abort_load()
             raise
 
-    def _place(self, name: str, bounds: Bounds) -> Tensor:
-        return self.staging[name][tuple(slice(start, stop) for start, stop in bounds)]
-
-    def _open_load(self, action: str) -> _Load:
-        if self._load is None:
-            raise RuntimeError(f"{action} without an open load; call begin_load(version) first")
-        return self._load
-
     def _allocated(self) -> dict[str, Tensor]:
         offsets: dict[str, int] = {}
         sizes = [0] * min(self._num_staged, len(self._names))
@@ -253,7 +230,7 @@ class LayeredWeights:
                 end += -(-self._nbytes(name) // ALIGNMENT) * ALIGNMENT
             place = bucket % self._num_staged
             sizes[place] = max(sizes[place], end)
-        self._require_memory(sum(sizes))
+        self._require_memory(sum(sizes), f"{self._num_staged} layers", "")
         memory = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         return {
             name: memory[self._bucket_of[name] % self._num_staged][
@@ -263,18 +240,3 @@ class LayeredWeights:
             .view(self._slots[name].shape)
             for name, offset in offsets.items()
         }
-
-    def _nbytes(self, name: str) -> int:
-        slot = self._slots[name]
-        return math.prod(slot.shape) * int(getattr(torch, slot.dtype).itemsize)
-
-    def _require_memory(self, needed: int) -> None:
-        if self._device.type != "cuda":
-            return
-        free, _ = torch.cuda.mem_get_info(self._device)
-        if needed > free:
-            raise WeightLoadError(
-                f"weight syncs into vLLM by layers need {needed / GIB:.1f} GiB on each GPU of a "
-                f"replica, for {self._num_staged} layers beside the model, and {free / GIB:.1f} "
-                "GiB are free; lower rollout.backend.engine.gpu_memory_utilization"
-            )

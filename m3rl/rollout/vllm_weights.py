@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -30,18 +32,100 @@ TEXT_PREFIX = "language_model."
 GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StagedPlan:
-    """Parts of a load and the staging memory of each."""
+class OpenLoad(Protocol):
+    """A load that was begun, and neither committed nor given up."""
 
-    parts: tuple[Part, ...]
-    places: tuple[Tensor, ...]
+    @property
+    def version(self) -> int: ...
+    @property
+    def progress(self) -> Coverage | PlannedParts: ...
 
 
-@dataclass(slots=True)
-class _Load:
-    version: int
-    progress: Coverage | PlannedParts
+L = TypeVar("L", bound=OpenLoad)
+
+
+class WorkerWeights(ABC, Generic[L]):
+    """What every `WeightTarget` over the model of a vLLM worker has, however it is filled."""
+
+    def __init__(
+        self,
+        slots: Sequence[TensorSlot],
+        device: torch.device,
+        reload: Callable[[Iterable[tuple[str, Tensor]]], None],
+        check: CoverageCheck,
+    ) -> None:
+        """
+        Args:
+            slots: the whole tensors that this worker needs, bucket by bucket.
+            device: of the weights.
+            reload: has vLLM load tensors by name into the model.
+            check: of what becomes of them.
+        """
+        self.version: int | None = None
+        self._slots = {slot.name: slot for slot in slots}
+        self._device, self._reload, self.check = device, reload, check
+        self._load: L | None = None
+
+    @property
+    @abstractmethod
+    def staging(self) -> Mapping[str, Tensor]:
+        """The memory in which each tensor arrives, by name; allocated when a sync first needs it.
+
+        Raises:
+            WeightLoadError: it does not fit beside what vLLM holds.
+        """
+
+    def weight_layout(self) -> list[TensorSlot]:
+        return list(self._slots.values())
+
+    def _require_closed(self, version: int) -> None:
+        if self._load is not None:
+            raise RuntimeError(
+                f"the load of version {self._load.version} is still open; commit or abort it "
+                f"before beginning version {version}"
+            )
+
+    def _open_load(self, action: str) -> L:
+        if self._load is None:
+            raise RuntimeError(f"{action} without an open load; call begin_load(version) first")
+        return self._load
+
+    def _place(self, name: str, bounds: Bounds) -> Tensor:
+        return self.staging[name][tuple(slice(start, stop) for start, stop in bounds)]
+
+    def _nbytes(self, name: str) -> int:
+        slot = self._slots[name]
+        return math.prod(slot.shape) * int(getattr(torch, slot.dtype).itemsize)
+
+    def _require_memory(self, needed: int, what: str, cure: str) -> None:
+        """
+        Args:
+            needed: bytes that are about to be allocated on the device.
+
+        Raises:
+            WeightLoadError: a GPU has less.
+        """
+        if self._device.type != "cuda":
+            return
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if needed > free:
+            raise WeightLoadError(
+                f"weight syncs into vLLM need {needed / GIB:.1f} GiB on each GPU of a replica, for "
+                f"{what} beside the model, and {free / GIB:.1f} GiB are free; lower "
+                f"rollout.backend.engine.gpu_memory_utilization{cure}"
+            )
+
+
+def require_whole(load: OpenLoad) -> None:
+    """
+    Raises:
+        WeightLoadError: something has not come.
+    """
+    if missing := load.progress.missing():
+        raise WeightLoadError(
+            f"{len(missing)} tensors of version {load.version} are not whole: "
+            f"{', '.join(missing[:8])}"
+        )
 
 
 def check_parts(slots: Iterable[TensorSlot], parts: Iterable[Part]) -> tuple[Part, ...]:
@@ -62,8 +146,22 @@ def check_parts(slots: Iterable[TensorSlot], parts: Iterable[Part]) -> tuple[Par
     return agreed
 
 
-class StagedWeights:
-    """A `WeightTarget` over the model of a vLLM worker."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedPlan:
+    """Parts of a load and the staging memory of each."""
+
+    parts: tuple[Part, ...]
+    places: tuple[Tensor, ...]
+
+
+@dataclass(slots=True)
+class _Load:
+    version: int
+    progress: Coverage | PlannedParts
+
+
+class StagedWeights(WorkerWeights[_Load]):
+    """All that a worker is sent has memory of its own, in which it stays until the next load."""
 
     has_shadow = True
 
@@ -74,41 +172,24 @@ class StagedWeights:
         reload: Callable[[Iterable[tuple[str, Tensor]]], None],
         check: CoverageCheck,
     ) -> None:
-        """
-        Args:
-            slots: the whole tensors that this worker needs.
-            device: of the weights.
-            reload: has vLLM load tensors by name into the model.
-            check: of what becomes of them.
-        """
-        self.version: int | None = None
-        self.check = check
-        self._slots = {slot.name: slot for slot in slots}
-        self._device, self._reload = device, reload
-        self._staging: dict[str, Tensor] = {}
-        self._load: _Load | None = None
+        super().__init__(slots, device, reload, check)
+        self._tensors: dict[str, Tensor] = {}
         self._staged: int | None = None
         """Version that is whole in the staging memory."""
 
     @property
     def staging(self) -> dict[str, Tensor]:
-        """Tensors by name, of the newest load: allocated when a sync first needs them.
-
-        Raises:
-            WeightLoadError: they do not fit beside what vLLM holds.
-        """
-        if not self._staging:
-            self._require_memory()
-            self._staging = {
+        if not self._tensors:
+            needed = sum(map(self._nbytes, self._slots))
+            cure = ", or set rollout.backend.engine.staging: layers"
+            self._require_memory(needed, "the whole tensors of the checkpoint", cure)
+            self._tensors = {
                 slot.name: torch.empty(
                     slot.shape, dtype=getattr(torch, slot.dtype), device=self._device
                 )
                 for slot in self._slots.values()
             }
-        return self._staging
-
-    def weight_layout(self) -> list[TensorSlot]:
-        return list(self._slots.values())
+        return self._tensors
 
     def serving_places(self) -> list[Tensor]:
         """What was staged last; between a commit and the next load that is what serves.
@@ -138,11 +219,7 @@ class StagedWeights:
         Raises:
             RuntimeError: another load is open.
         """
-        if self._load is not None:
-            raise RuntimeError(
-                f"the load of version {self._load.version} is still open; commit or abort it "
-                f"before beginning version {version}"
-            )
+        self._require_closed(version)
         progress: Coverage | PlannedParts = (
             Coverage(self._slots.values())  # type: ignore[arg-type]
             if plan is None
@@ -197,11 +274,7 @@ class StagedWeights:
         """
         load = self._open_load("commit")
         self._load = None
-        if missing := load.progress.missing():
-            raise WeightLoadError(
-                f"{len(missing)} tensors of version {load.version} are not whole: "
-                f"{', '.join(missing[:8])}"
-            )
+        require_whole(load)
         self.version = None
         tensors = self.staging
         with torch.no_grad(), self.check.watched(tensors):
@@ -213,12 +286,6 @@ class StagedWeights:
         if self._load is not None:
             logger.warning("the load of version %d is given up", self._load.version)
             self._load = None
-
-    def weights_hash(self, *, shadow: bool = False) -> dict[str, int]:
-        """Hash of every tensor as it is staged: `shadow` or not, there is one memory of those."""
-        from inference.kernels.tensor_hash import tensor_hash
-
-        return {name: tensor_hash(tensor, name=name) for name, tensor in self.staging.items()}
 
     def load_checkpoint(self, path: str, version: int) -> None:
         """Read the safetensors files at `path`, rounding to the dtypes of the wire, and commit.
@@ -234,30 +301,6 @@ class StagedWeights:
                     if slot := self._slots.get(name):
                         self.write(name, slot.bounds, tensors.get_tensor(stored))
         self.commit()
-
-    def _place(self, name: str, bounds: Bounds) -> Tensor:
-        return self.staging[name][tuple(slice(start, stop) for start, stop in bounds)]
-
-    def _open_load(self, action: str) -> _Load:
-        if self._load is None:
-            raise RuntimeError(f"{action} without an open load; call begin_load(version) first")
-        return self._load
-
-    def _require_memory(self) -> None:
-        if self._device.type != "cuda":
-            return
-        needed = sum(
-            math.prod(slot.shape) * getattr(torch, slot.dtype).itemsize
-            for slot in self._slots.values()
-        )
-        free, _ = torch.cuda.mem_get_info(self._device)
-        if needed > free:
-            raise WeightLoadError(
-                f"weight syncs into vLLM need {needed / GIB:.1f} GiB on each GPU of a replica, for "
-                f"the whole tensors of the checkpoint beside the model, and {free / GIB:.1f} GiB "
-                "are free; lower rollout.backend.engine.gpu_memory_utilization, or set "
-                "rollout.backend.engine.staging: layers"
-            )
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
